@@ -1,0 +1,180 @@
+"""Layouts as values: which shapes are live on a pool, and on which devices. Pure.
+
+Text forms (`LayoutSpec.parse`, `Layout.parse`): `tp2`, `tp1+tp1`, `2*tp1`, `tp6+tp2`, `tp2pp2`,
+with a model `big:tp6+small:tp2`, placed `tp2@0,1+tp1@3`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dynamictp.errors import LayoutRefused
+
+MAX_DEGREE = 1024
+_TERM = re.compile(
+    r"(?:(?P<count>[1-9]\d{0,3})\*)?(?:(?P<model>[A-Za-z][\w.-]*):)?tp(?P<tp>[1-9]\d{0,3})"
+    r"(?:pp(?P<pp>[1-9]\d{0,3}))?(?:@(?P<devices>\d{1,4}(?:,\d{1,4})*))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """One domain's form: `tp` ranks in each of `pp` stages, for `model` (empty: the only one)."""
+
+    tp: int
+    pp: int = 1
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.tp <= MAX_DEGREE and 1 <= self.pp <= MAX_DEGREE):
+            raise LayoutRefused(f"degrees go from 1 to {MAX_DEGREE}, not tp{self.tp} pp{self.pp}")
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        model = f"{self.model}:" if self.model else ""
+        return f"{model}tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """What a planner or user asks for: a multiset of shapes, kept sorted (widest first)."""
+
+    shapes: tuple[Shape, ...]
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.shapes, key=lambda s: (-s.devices, -s.tp, s.model))
+        object.__setattr__(self, "shapes", tuple(ordered))
+
+    @classmethod
+    def parse(cls, text: str) -> LayoutSpec:
+        """Raises `LayoutRefused` for text that is no layout, or one that names devices."""
+        shapes: list[Shape] = []
+        for shape, count, devices in _terms(text):
+            if devices is not None:
+                raise LayoutRefused(f"'{text}' names devices; a layout here is shapes only, such as {shape}")
+            shapes.extend([shape] * count)
+        return cls(tuple(shapes))
+
+    @property
+    def devices(self) -> int:
+        """Devices the layout occupies."""
+        return sum(shape.devices for shape in self.shapes)
+
+    def __str__(self) -> str:
+        counts = Counter(self.shapes)
+        terms: list[str] = []
+        for shape, count in counts.items():
+            terms.extend([f"{count}*{shape}"] if count > 2 else [str(shape)] * count)
+        return "+".join(terms)
+
+
+@dataclass(frozen=True, order=True)
+class PlacedShape:
+    """A shape on an ordered tuple of logical devices: rank i runs on `devices[i]`."""
+
+    shape: Shape
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != self.shape.devices:
+            raise LayoutRefused(f"{self.shape} takes {self.shape.devices} devices, not {len(self.devices)}")
+        if len(set(self.devices)) != len(self.devices):
+            raise LayoutRefused(f"{self.shape} names a device twice: {self.devices}")
+
+    def __str__(self) -> str:
+        return f"{self.shape}@{','.join(map(str, self.devices))}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placed domains with disjoint devices, ordered by their first device."""
+
+    domains: tuple[PlacedShape, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "domains", tuple(sorted(self.domains, key=lambda d: d.devices)))
+        used = [device for domain in self.domains for device in domain.devices]
+        twice = [device for device, count in Counter(used).items() if count > 1]
+        if twice:
+            raise LayoutRefused(f"device {twice[0]} is in two domains of {self}")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Raises `LayoutRefused` for text that is no placed layout."""
+        domains = []
+        for shape, count, devices in _terms(text):
+            if devices is None or count != 1:
+                raise LayoutRefused(f"'{text}' is not placed: every shape needs devices, such as {shape}@0")
+            domains.append(PlacedShape(shape, devices))
+        return cls(tuple(domains))
+
+    @property
+    def spec(self) -> LayoutSpec:
+        return LayoutSpec(tuple(domain.shape for domain in self.domains))
+
+    @property
+    def devices(self) -> frozenset[int]:
+        """Devices in some domain."""
+        return frozenset(device for domain in self.domains for device in domain.devices)
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.domains))
+
+
+def _terms(text: str) -> Iterable[tuple[Shape, int, tuple[int, ...] | None]]:
+    for term in text.strip().split("+"):
+        match = _TERM.fullmatch(term.strip())
+        if match is None:
+            raise LayoutRefused(f"'{term}' is no shape: expected tp2, 2*tp1, tp2pp2, model:tp2 or tp2@0,1")
+        shape = Shape(int(match["tp"]), int(match["pp"] or 1), match["model"] or "")
+        devices = tuple(map(int, match["devices"].split(","))) if match["devices"] else None
+        yield shape, int(match["count"] or 1), devices
+
+
+def place(spec: LayoutSpec, devices: int, live: Sequence[PlacedShape]) -> Layout:
+    """Put `spec` on devices 0..`devices`-1, keeping live domains where they are.
+
+    `live` lists the domains to keep when the spec has their shape, the most wanted first (serving before
+    draining, so a draining one is revived). The remaining shapes take the free devices in order, widest
+    first. Raises `LayoutRefused` when they do not fit.
+    """
+    if spec.devices > devices:
+        raise LayoutRefused(f"{spec} takes {spec.devices} devices; the pool has {devices}")
+    wanted = Counter(spec.shapes)
+    kept: list[PlacedShape] = []
+    taken: set[int] = set()
+    for domain in live:
+        if wanted[domain.shape] and taken.isdisjoint(domain.devices) and max(domain.devices) < devices:
+            wanted[domain.shape] -= 1
+            kept.append(domain)
+            taken.update(domain.devices)
+    free = [device for device in range(devices) if device not in taken]
+    for shape in LayoutSpec(tuple(wanted.elements())).shapes:
+        kept.append(PlacedShape(shape, tuple(free[: shape.devices])))
+        del free[: shape.devices]
+    return Layout(tuple(kept))
+
+
+def legal_specs(degrees: Sequence[int], devices: int, *, limit: int = 64) -> tuple[LayoutSpec, ...]:
+    """All layouts of tp shapes with the given degrees on at most `devices` devices, smallest first.
+
+    At most `limit` of them: the list is for a person (an error message) or for a planner of one node.
+    """
+    found: list[LayoutSpec] = []
+
+    def extend(shapes: tuple[Shape, ...], left: int, ceiling: int) -> None:
+        for degree in sorted((d for d in degrees if d <= min(left, ceiling)), reverse=True):
+            spec = (*shapes, Shape(degree))
+            found.append(LayoutSpec(spec))
+            if len(found) < 4 * limit:
+                extend(spec, left - degree, degree)
+
+    extend((), devices, devices)
+    return tuple(sorted(found, key=lambda s: (s.devices, len(s.shapes)))[:limit])

@@ -1,0 +1,170 @@
+"""Links between two processes (or threads): ordered messages with version and sequence checks.
+
+`Link` is one end. `zmq_link` makes an end over a ZeroMQ DEALER socket, `memory_link_pair` makes both ends
+within one process, over the same encoded bytes. A missing message or another protocol version raises
+`ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import Event
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from dynamictp.errors import ProtocolError
+from dynamictp.messages import PROTOCOL_VERSION, Body, Envelope
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+class Codec:
+    """One direction pair of sequence numbers: encodes what is sent, checks what arrives."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._sent = 0
+        self._received = 0
+        self._peer: int | None = None
+
+    def encode(self, body: Body) -> bytes:
+        data = _encoder.encode(Envelope(PROTOCOL_VERSION, self._incarnation, self._sent, body))
+        self._sent += 1
+        return data
+
+    def decode(self, data: bytes) -> Body:
+        try:
+            envelope = _decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
+        if envelope.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"peer speaks protocol {envelope.version}, this is {PROTOCOL_VERSION}")
+        if envelope.incarnation != self._peer:
+            if self._peer is not None and envelope.incarnation < self._peer:
+                raise ProtocolError(f"message of incarnation {envelope.incarnation} after {self._peer}")
+            self._peer, self._received = envelope.incarnation, 0
+        if envelope.sequence != self._received:
+            raise ProtocolError(f"expected message {self._received}, got {envelope.sequence}")
+        self._received += 1
+        return envelope.body
+
+
+class Link(Protocol):
+    """One end of an ordered, reliable connection."""
+
+    def encode(self, body: Body) -> bytes: ...
+    def send_encoded(self, data: bytes) -> None: ...
+    def send(self, body: Body) -> None: ...
+    def receive(self) -> Body | None:
+        """The next message, or None when none has arrived. Raises `ProtocolError`."""
+        ...
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until a message is there (True) or the time is up (False)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ZmqLink:
+    """A link over a DEALER socket. Used by one thread."""
+
+    def __init__(self, socket: zmq.Socket[bytes], incarnation: int) -> None:
+        self.socket = socket
+        self._codec = Codec(incarnation)
+
+    def encode(self, body: Body) -> bytes:
+        return self._codec.encode(body)
+
+    def send_encoded(self, data: bytes) -> None:
+        self.socket.send(data)
+
+    def send(self, body: Body) -> None:
+        self.socket.send(self._codec.encode(body))
+
+    def receive(self) -> Body | None:
+        try:
+            data = self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return self._codec.decode(data)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return bool(self.socket.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))))
+
+    def close(self) -> None:
+        self.socket.close(linger=200)
+
+
+def zmq_link(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, *, bind: bool, incarnation: int
+) -> ZmqLink:
+    """A DEALER end at `address` (`ipc://…` in an owner-only directory); no message is ever dropped."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    (socket.bind if bind else socket.connect)(address)
+    return ZmqLink(socket, incarnation)
+
+
+class MemoryLink:
+    """One end of a pair within a process: same bytes, no socket. Each end is used by one thread."""
+
+    def __init__(self, inbox: deque[bytes], outbox: deque[bytes], incarnation: int) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._codec = Codec(incarnation)
+        self._arrived = Event()
+        self._notify: Callable[[], None] = lambda: None
+
+    def encode(self, body: Body) -> bytes:
+        return self._codec.encode(body)
+
+    def send_encoded(self, data: bytes) -> None:
+        self._outbox.append(data)
+        self._notify()
+
+    def send(self, body: Body) -> None:
+        self.send_encoded(self._codec.encode(body))
+
+    def receive(self) -> Body | None:
+        if not self._inbox:
+            return None
+        return self._codec.decode(self._inbox.popleft())
+
+    def wait(self, timeout_s: float | None) -> bool:
+        if self._inbox:
+            return True
+        self._arrived.clear()
+        if self._inbox:
+            return True
+        return self._arrived.wait(timeout_s)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def joined_to(self, other: MemoryLink, on_arrival: Callable[[], None] | None = None) -> None:
+        """Wake `other`'s waiter when this end sends; `on_arrival` is called as well, in this thread."""
+
+        def notify() -> None:
+            other._arrived.set()
+            if on_arrival is not None:
+                on_arrival()
+
+        self._notify = notify
+
+
+def memory_link_pair(
+    on_left: Callable[[], None] | None = None, on_right: Callable[[], None] | None = None
+) -> tuple[MemoryLink, MemoryLink]:
+    """Both ends; `on_left` is called whenever something arrived for the left end."""
+    to_left: deque[bytes] = deque()
+    to_right: deque[bytes] = deque()
+    left, right = MemoryLink(to_left, to_right, 1), MemoryLink(to_right, to_left, 1)
+    left.joined_to(right, on_right)
+    right.joined_to(left, on_left)
+    return left, right
