@@ -1,0 +1,157 @@
+"""Configuration of `dynamictp serve`: one frozen value from defaults, a YAML file and flags, in that order.
+
+Keys of the file are the long flags with `_` for `-`. Unknown keys, wrong types and values that are not built
+yet are a `ConfigError` that names the key. Nothing writes into a configuration after it is built.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from dynamictp.errors import ConfigError, LayoutRefused
+from dynamictp.layout import LayoutSpec
+
+GIB = 1 << 30
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": GIB, "t": 10**12}
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of a server. 0 or an empty text mean: derived from the machine or the model."""
+
+    model: str = "demo"
+    devices: int = 0
+    cores_per_device: int = 1
+    layout: str = "tp1"
+    mode: Literal["static", "dynamic", "dry-run"] = "static"
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    weights: Literal["", "int8"] = ""
+    kernels: Literal["auto", "torch", "native"] = "auto"
+    numerics: Literal["exact", "fast"] = "exact"
+    kv_memory: str = ""
+    page_tokens: int = 64
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 512
+    max_step_ms: float = 100.0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    insecure: bool = False
+    admin_host: str = ""
+    admin_port: int = 0
+    api_key_file: str = ""
+    admin_key_file: str = ""
+    served_model_name: str = ""
+    chat_template: str = ""
+    generation_config: Literal["", "auto"] = ""
+    collective_deadline_s: float = 30.0
+
+    @property
+    def model_name(self) -> str:
+        """Name in the API: `--served-model-name`, else the last part of the model's path."""
+        return self.served_model_name or Path(self.model).name
+
+
+NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "mode": ("dynamic", "dry-run"),
+    "weights": ("int8",),
+    "kernels": ("native",),
+    "numerics": ("fast",),
+}
+"""Values that the public contract names and this version refuses."""
+
+_LIMITS: dict[str, tuple[float, float]] = {
+    "devices": (0, 1024),
+    "cores_per_device": (1, 1024),
+    "page_tokens": (2, 1024),
+    "max_model_len": (0, 1 << 24),
+    "max_num_seqs": (1, 4096),
+    "max_batched_tokens": (16, 65536),
+    "max_step_ms": (1, 60_000),
+    "port": (0, 65535),
+    "collective_deadline_s": (0.1, 3600),
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `8GiB`, `512M`, `1000000`. Raises `ConfigError`."""
+    lowered = text.strip().lower().removesuffix("b")
+    number = lowered.rstrip("kmgti")
+    try:
+        size = float(number) * _UNITS[lowered[len(number) :]]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"'{text}' is no size: expected a number with K, M, G, KiB, MiB or GiB") from error
+    if not 0 < size < 1 << 50:
+        raise ConfigError(f"'{text}' is out of range for a size")
+    return int(size)
+
+
+def build_config(flags: dict[str, Any], file: str | None = None) -> ServeConfig:
+    """Flags over file over defaults. `flags` holds only what the user gave. Raises `ConfigError`."""
+    merged: dict[str, Any] = {}
+    if file is not None:
+        merged.update(_read_file(file))
+    merged.update(flags)
+    try:
+        config = msgspec.convert(merged, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}".replace("`$.", "`").replace("- at `$`", "")) from error
+    _check(config)
+    return config
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the configuration file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path} must hold a mapping of flags, such as 'port: 8000'")
+    if "models" in content:
+        raise ConfigError("several models in one server ('models') are not built yet")
+    return content
+
+
+def _check(config: ServeConfig) -> None:
+    for key, values in NOT_BUILT.items():
+        if getattr(config, key) in values:
+            raise ConfigError(f"--{key} {getattr(config, key)} is not built yet")
+    for key in ("admin_host", "admin_port", "api_key_file", "admin_key_file"):
+        if getattr(config, key):
+            raise ConfigError(f"--{key.replace('_', '-')} is not built yet: /admin is on the loopback port")
+    for key, (low, high) in _LIMITS.items():
+        if not low <= getattr(config, key) <= high:
+            flag = key.replace("_", "-")
+            raise ConfigError(f"--{flag} goes from {low:g} to {high:g}, not {getattr(config, key)}")
+    if config.page_tokens % 16:
+        raise ConfigError(f"--page-tokens must be a multiple of 16, not {config.page_tokens}")
+    if config.kv_memory:
+        parse_size(config.kv_memory)
+    if not config.model:
+        raise ConfigError("no model: give a folder, a file.gguf or 'demo'")
+    try:
+        LayoutSpec.parse(config.layout)
+    except LayoutRefused as error:
+        raise ConfigError(f"--layout: {error}") from error
+    if not config.insecure and not is_loopback(config.host):
+        raise ConfigError(
+            f"--host {config.host} is reachable from outside and this version has no keys: "
+            "use 127.0.0.1, or --insecure if the network is trusted"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
