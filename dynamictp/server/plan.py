@@ -52,7 +52,7 @@ def plan_node(
     available_bytes: int,
     communicators: bool,
 ) -> NodePlan:
-    """Raises `ConfigError` for a layout that can't be, `ResourceError` when memory or cores do not suffice."""
+    """Raises `ConfigError` for a layout that can't be, `ResourceError` when memory does not suffice."""
     if config.cores_per_device > 1:
         raise ConfigError("--cores-per-device above 1 is not built yet")
     devices = config.devices or max(1, len(cores) // config.cores_per_device)
@@ -111,15 +111,15 @@ def _arena(
     if fixed + wanted > available_bytes:
         raise ResourceError(
             f"not enough memory: weights {weight_bytes / GIB:.2f} GiB, {devices} workers "
-            f"{devices * RUNTIME_BYTES_PER_PROCESS / GIB:.2f} GiB and KV pages {wanted / GIB:.2f} GiB exceed the "
-            f"{available_bytes / GIB:.2f} GiB available; use a smaller model or --kv-memory"
+            f"{devices * RUNTIME_BYTES_PER_PROCESS / GIB:.2f} GiB and KV pages {wanted / GIB:.2f} GiB exceed "
+            f"the {available_bytes / GIB:.2f} GiB available; use a smaller model or --kv-memory"
         )
     pages = spec.arena_pages(wanted)
     blocks = pages // spec.kv_heads
     if blocks < 2 * devices:
         need = 2 * devices * spec.block_bytes
         raise ResourceError(
-            f"--kv-memory holds {blocks} blocks of {spec.page_tokens} tokens; {devices} devices need at least "
-            f"{2 * devices} ({need / (1 << 20):.1f} MiB)"
+            f"--kv-memory holds {blocks} blocks of {spec.page_tokens} tokens; {devices} devices need "
+            f"at least {2 * devices} ({need / (1 << 20):.1f} MiB)"
         )
     return pages * spec.page_bytes, pages

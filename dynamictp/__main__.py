@@ -1,0 +1,5 @@
+"""`python -m dynamictp` is the `dynamictp` command."""
+
+from dynamictp.cli import main
+
+main()

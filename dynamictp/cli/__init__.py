@@ -1,0 +1,47 @@
+"""The `dynamictp` command: one module per group of subcommands, exit codes in one place."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from dynamictp import __version__
+from dynamictp.cli.layout import layout
+from dynamictp.cli.serve import serve
+from dynamictp.errors import DynamicTPError, FatalError
+
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dynamictp")
+def cli() -> None:
+    """Serve large language models with a tensor-parallel degree that changes while they run."""
+
+
+cli.add_command(serve)
+cli.add_command(layout)
+
+
+def main() -> None:
+    """Run the command and exit.
+
+    0, 1 failure, 2 usage or configuration, 3 model, 4 resource, 130 interrupted.
+    """
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        code = INTERRUPTED
+    except FatalError as error:
+        click.echo(f"dynamictp: {error}", err=True)
+        code = error.exit_code
+    except DynamicTPError as error:
+        click.echo(f"dynamictp: {error}", err=True)
+        code = 1
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)

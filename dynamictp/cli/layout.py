@@ -1,0 +1,101 @@
+"""`dynamictp layout`: look at and change the layout of a running server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from dynamictp.errors import DynamicTPError, LayoutRefused
+
+WAIT_S = 75.0
+"""The server answers within 60 s; the rest is for the way."""
+
+_url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="address of the server")
+
+
+@click.group()
+def layout() -> None:
+    """Show or set the layout of a running server."""
+
+
+@layout.command()
+@_url
+def show(url: str) -> None:
+    """Print domains and devices as they are now."""
+    state = _call("GET", url)
+    console = Console()
+    console.print(
+        f"mode {state['mode']}  target {state['target']}  observed {state['observed']}"
+        f"  waiting {state['waiting']}",
+        highlight=False,
+    )
+    domains = Table("domain", "shape", "devices", "state", "running", "KV pages", box=None)
+    for domain in state["domains"]:
+        devices = ",".join(map(str, domain["devices"]))
+        pages = f"{domain['kv_pages_used']} / {domain['kv_pages_cap']}"
+        domains.add_row(
+            domain["id"], f"tp{domain['tp']}", devices, domain["state"], str(domain["running"]), pages
+        )
+    console.print(domains)
+    table = Table("device", "state", "cores", "pid", "domain", box=None)
+    for device in state["devices"]:
+        cores = ",".join(map(str, device.get("cores") or ()))
+        table.add_row(
+            str(device["id"]),
+            device["state"],
+            cores,
+            str(device.get("pid") or ""),
+            str(device.get("domain") or "free"),
+        )
+    console.print(table)
+
+
+@layout.command("set")
+@click.argument("text", metavar="LAYOUT")
+@_url
+@click.option("--wait", type=click.Choice(["none", "commit", "closed"]), default="closed", show_default=True)
+@click.option(
+    "--drain-deadline-s", type=float, help="how long old requests may stay before they are handed over"
+)
+def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None) -> None:
+    """Switch to LAYOUT, such as tp2 or tp1+tp1, with all requests running on."""
+    body: dict[str, Any] = {"layout": text, "wait": wait}
+    if drain_deadline_s is not None:
+        body["drain_deadline_s"] = drain_deadline_s
+    switch = _call("PUT", url, body)["switch"]
+    phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in switch.get("phases_ms", {}).items())
+    click.echo(f"{switch['from']} -> {switch['to']}: {switch.get('outcome') or 'started'}")
+    if phases:
+        click.echo(phases)
+    click.echo(
+        f"handovers {switch.get('handovers', 0)}, recomputes {switch.get('recomputes', 0)}, "
+        f"weight bytes copied {switch.get('weight_bytes_copied', 0)}"
+    )
+
+
+@layout.command()
+@_url
+def auto(url: str) -> None:
+    """Give the layout back to the planner (in dynamic mode)."""
+    _call("PUT", url, {"layout": "auto"})
+
+
+def _call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        response = httpx.request(method, f"{url.rstrip('/')}/admin/layout", json=body, timeout=WAIT_S)
+    except httpx.HTTPError as error:
+        raise DynamicTPError(
+            f"no answer from {url}: {error}; is the server running, and is --url right?"
+        ) from error
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = {}
+    if response.is_error:
+        message = answer.get("error", {}).get("message") or f"status {response.status_code}"
+        raise LayoutRefused(message) if response.status_code == 422 else DynamicTPError(message)
+    return dict(answer)

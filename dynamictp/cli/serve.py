@@ -1,0 +1,79 @@
+"""`dynamictp serve`: flags are the configuration's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+
+from dynamictp.config import ServeConfig, build_config
+
+HELP = {
+    "devices": "devices of the pool (default: usable cores / cores per device)",
+    "cores_per_device": "cores of one device",
+    "layout": "first layout, such as tp2 or tp1+tp1",
+    "mode": "who changes the layout: nobody but you (static), the planner, or a planner that only talks",
+    "dtype": "element type of weights, activations and KV pages",
+    "weights": "weight quantisation",
+    "kernels": "kernel path",
+    "numerics": "exact: the same bits at every degree",
+    "kv_memory": "memory for KV pages, such as 2GiB (default: 25 % of available memory, at most 8 GiB)",
+    "page_tokens": "tokens of one KV page",
+    "max_model_len": "longest prompt + output in tokens (default: the model's context)",
+    "max_num_seqs": "most requests running at once in a domain",
+    "max_batched_tokens": "most tokens in one step",
+    "max_step_ms": "longest step beside running streams, in predicted ms",
+    "host": "address to listen on",
+    "port": "port to listen on; 0 takes a free one",
+    "insecure": "allow an address that others can reach",
+    "admin_host": "address for /admin and /metrics (not built yet)",
+    "admin_port": "port for /admin and /metrics (not built yet)",
+    "api_key_file": "file of API keys (not built yet)",
+    "admin_key_file": "file of admin keys (not built yet)",
+    "served_model_name": "name of the model in the API",
+    "chat_template": "file with a Jinja chat template that replaces the model's",
+    "generation_config": "auto: take sampling defaults from the model",
+    "collective_deadline_s": "longest wait for a peer inside a step, in seconds",
+}
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """One option per field of the configuration; an option that is not given leaves the field alone."""
+    hints = get_type_hints(ServeConfig)
+    for field in reversed(msgspec.structs.fields(ServeConfig)):
+        if field.name == "model":
+            continue
+        hint: Any = hints[field.name]
+        flag = f"--{field.name.replace('_', '-')}"
+        arguments: dict[str, Any] = {"default": None, "help": HELP[field.name]}
+        if hint is bool:
+            arguments |= {"is_flag": True}
+        elif get_origin(hint) is Literal:
+            arguments |= {"type": click.Choice([value for value in get_args(hint) if value])}
+        else:
+            arguments |= {"type": hint}
+        if field.default not in ("", 0, False):
+            arguments["help"] += f" [default: {field.default}]"
+        command = click.option(flag, field.name, **arguments)(command)
+    return command
+
+
+@click.command()
+@click.argument("model", required=False)
+@_options
+@click.option("--config", "file", type=click.Path(dir_okay=False), help="YAML file of these flags")
+@click.option("--print-config", is_flag=True, help="print the configuration in force and exit")
+def serve(model: str | None, file: str | None, print_config: bool, **flags: Any) -> None:
+    """Serve MODEL: a folder (config.json, safetensors, tokenizer), a .gguf file, or `demo`."""
+    given = {key: value for key, value in flags.items() if value is not None}
+    if model is not None:
+        given["model"] = model
+    config = build_config(given, file)
+    if print_config:
+        click.echo(msgspec.yaml.encode(config).decode(), nl=False)
+        return
+    from dynamictp.server.launch import serve_forever  # noqa: PLC0415  (help and errors stay instant)
+
+    serve_forever(config)

@@ -1,0 +1,90 @@
+"""The node plan: what is refused, and how memory is divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamictp.config import GIB, build_config
+from dynamictp.errors import ConfigError, ResourceError
+from dynamictp.facts import ModelFacts, RopeFacts
+from dynamictp.server.machine import device_cores
+from dynamictp.server.plan import NodePlan, plan_node
+
+SMOL = ModelFacts(
+    family="llama",
+    layers=30,
+    hidden=576,
+    query_heads=9,
+    kv_heads=3,
+    head_dim=64,
+    intermediate=1536,
+    vocab=49152,
+    max_context=8192,
+    norm_eps=1e-5,
+    rope=RopeFacts(theta=100000.0),
+)
+WEIGHTS = 270_000_000
+
+
+def plan(*, cores: int = 2, available: int = 16 * GIB, communicators: bool = True, **flags: Any) -> NodePlan:
+    return plan_node(
+        build_config(flags),
+        SMOL,
+        WEIGHTS,
+        cores=tuple(range(cores)),
+        available_bytes=available,
+        communicators=communicators,
+    )
+
+
+def test_defaults_follow_the_machine() -> None:
+    node = plan()
+    assert (node.devices, node.cores, node.oversubscribed) == (2, ((0,), (1,)), False)
+    assert node.degrees == (1, 2)
+    assert node.arena_bytes <= 4 * GIB
+    assert node.arena_bytes > 4 * GIB - 3 * 64 * 7680 - 1
+    assert node.kv_tokens == node.arena_bytes // 23_040
+    assert node.max_model_len == 8192
+
+
+def test_kv_memory_has_a_default_limit_and_can_be_given() -> None:
+    assert plan(available=100 * GIB).arena_bytes <= 8 * GIB
+    assert plan(kv_memory="64MiB").arena.pages == (64 << 20) // (3 * 64 * 7680) * 3
+
+
+def test_more_devices_than_cores_share_them() -> None:
+    node = plan(devices=3)
+    assert node.cores == ((0,), (1,), (0,))
+    assert node.oversubscribed
+    assert device_cores(1, (4, 5, 6, 7), 2) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"layout": "tp3"}, r"takes 3 devices.*legal layouts: tp1, tp2, tp1\+tp1"),
+        ({"layout": "tp10", "devices": 10}, "tp10"),
+        ({"layout": "tp1pp2"}, "pipeline"),
+        ({"layout": "big:tp1"}, "one model"),
+        ({"max_model_len": 9000}, "8192"),
+        ({"cores_per_device": 2}, "cores-per-device"),
+    ],
+)
+def test_layouts_that_can_not_be(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        plan(**flags)
+
+
+def test_without_communicators_only_tp1() -> None:
+    assert plan(communicators=False, layout="tp1+tp1").degrees == (1,)
+    with pytest.raises(ConfigError, match="tp2"):
+        plan(communicators=False, layout="tp2")
+
+
+def test_too_little_memory_is_refused_with_figures() -> None:
+    with pytest.raises(ResourceError, match="not enough memory"):
+        plan(available=GIB // 2)
+    with pytest.raises(ResourceError, match="at least 4"):
+        plan(kv_memory="2MiB")

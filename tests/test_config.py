@@ -1,0 +1,79 @@
+"""Configuration: precedence, and every wrong value named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynamictp.config import GIB, build_config, is_loopback, parse_size
+from dynamictp.errors import ConfigError
+
+
+def test_flag_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 9000\nlayout: tp2\n")
+    config = build_config({"layout": "tp1+tp1"}, str(file))
+    assert (config.port, config.layout, config.host) == (9000, "tp1+tp1", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("prot: 9000", "prot"),
+        ("port: many", "port"),
+        ("- port", "mapping"),
+        ("port: [", "YAML"),
+        ("models: []", "models"),
+        ("mode: dynamic", "dynamic"),
+        ("weights: int8", "int8"),
+        ("numerics: fast", "fast"),
+        ("kernels: native", "native"),
+        ("layout: tp0x", "tp0x"),
+        ("page_tokens: 24", "page-tokens"),
+        ("port: 70000", "port"),
+        ("max_num_seqs: 0", "max-num-seqs"),
+        ("kv_memory: lots", "lots"),
+        ("host: 0.0.0.0", "insecure"),
+        ("api_key_file: keys", "api-key-file"),
+        ("model: ''", "model"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, content: str, named: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=named):
+        build_config({}, str(file))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        build_config({}, str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * GIB),
+        ("512M", 512_000_000),
+        ("1000000", 1_000_000),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("2g", 2 * 10**9),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "0", "nanG", "infG", "1XB", "9999999TiB"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+def test_loopback() -> None:
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("::1")
+    assert is_loopback("localhost")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("example.org")
