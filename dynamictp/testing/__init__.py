@@ -1,0 +1,1 @@
+"""Fakes, harness and gate: product code for tests, benchmarks and the simulator."""
