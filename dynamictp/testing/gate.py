@@ -91,21 +91,25 @@ def judge(reference: Stream, stream: Stream, cancelled: bool) -> str | None:
     """What is wrong with `stream`, or None. A cancelled stream must be a beginning of the reference."""
     if stream.error is not None:
         return f"failed: {stream.error}"
-    got = len(stream.tokens)
-    if stream.tokens != reference.tokens[:got]:
-        at = next(i for i, (a, b) in enumerate(zip(stream.tokens, reference.tokens, strict=False)) if a != b)
-        return f"token {at} is {stream.tokens[at]}, undisturbed {reference.tokens[at]}"
-    if stream.logprobs != reference.logprobs[:got]:
-        at = next(
-            i for i, (a, b) in enumerate(zip(stream.logprobs, reference.logprobs, strict=False)) if a != b
-        )
-        return f"log-probability {at} is {stream.logprobs[at]!r}, undisturbed {reference.logprobs[at]!r}"
-    if cancelled:
-        return None
-    if got != len(reference.tokens):
-        return f"{got} tokens, undisturbed {len(reference.tokens)}"
+    difference = _difference("token", stream.tokens, reference.tokens) or _difference(
+        "log-probability", stream.logprobs, reference.logprobs
+    )
+    if difference or cancelled:
+        return difference
+    if len(stream.tokens) != len(reference.tokens):
+        return f"{len(stream.tokens)} tokens, undisturbed {len(reference.tokens)}"
     if stream.finish != reference.finish:
         return f"finish reason {stream.finish}, undisturbed {reference.finish}"
+    return None
+
+
+def _difference(name: str, got: Sequence[float], wanted: Sequence[float]) -> str | None:
+    """Where `got` is no beginning of `wanted`."""
+    for at, value in enumerate(got):
+        if at >= len(wanted):
+            return f"{name} {at} is {value!r}, the undisturbed run ended before"
+        if value != wanted[at]:
+            return f"{name} {at} is {value!r}, undisturbed {wanted[at]!r}"
     return None
 
 
