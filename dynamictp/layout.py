@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from dynamictp.errors import LayoutRefused
 
 MAX_DEGREE = 1024
+MAX_DEVICES = 10_000
+"""Devices are named by up to four digits; a text that asks for more is refused before it is expanded."""
+
 _TERM = re.compile(
     r"(?:(?P<count>[1-9]\d{0,3})\*)?(?:(?P<model>[A-Za-z][\w.-]*):)?tp(?P<tp>[1-9]\d{0,3})"
     r"(?:pp(?P<pp>[1-9]\d{0,3}))?(?:@(?P<devices>\d{1,4}(?:,\d{1,4})*))?",
@@ -56,9 +60,13 @@ class LayoutSpec:
     def parse(cls, text: str) -> LayoutSpec:
         """Raises `LayoutRefused` for text that is no layout, or one that names devices."""
         shapes: list[Shape] = []
+        total = 0
         for shape, count, devices in _terms(text):
             if devices is not None:
                 raise LayoutRefused(f"'{text}' names devices; a layout here is shapes only, such as {shape}")
+            total += count * shape.devices
+            if total > MAX_DEVICES:
+                raise LayoutRefused(f"a layout takes at most {MAX_DEVICES} devices, '{text}' takes more")
             shapes.extend([shape] * count)
         return cls(tuple(shapes))
 
@@ -162,19 +170,32 @@ def place(spec: LayoutSpec, devices: int, live: Sequence[PlacedShape]) -> Layout
     return Layout(tuple(kept))
 
 
-def legal_specs(degrees: Sequence[int], devices: int, *, limit: int = 64) -> tuple[LayoutSpec, ...]:
-    """All layouts of tp shapes with the given degrees on at most `devices` devices, smallest first.
+def legal_specs(degrees: Sequence[int], devices: int, *, limit: int = 128) -> tuple[LayoutSpec, ...]:
+    """Layouts of tp shapes with the given degrees on at most `devices` devices.
 
-    At most `limit` of them: the list is for a person (an error message) or for a planner of one node.
+    In order of devices taken, then number of shapes, then widest first. At most `limit` of them, the first
+    in that order: the list is for a person (an error message) or for a planner of one node. The default
+    holds all layouts of 8 devices (66 when every degree is legal).
     """
-    found: list[LayoutSpec] = []
+    widths = sorted({degree for degree in degrees if degree <= devices}, reverse=True)
+    specs = (
+        LayoutSpec(tuple(Shape(width) for width in parts))
+        for total in range(1, devices + 1 if widths else 1)
+        for count in range(-(-total // widths[0]), total // widths[-1] + 1)
+        for parts in _partitions(total, count, widths)
+    )
+    return tuple(islice(specs, limit))
 
-    def extend(shapes: tuple[Shape, ...], left: int, ceiling: int) -> None:
-        for degree in sorted((d for d in degrees if d <= min(left, ceiling)), reverse=True):
-            spec = (*shapes, Shape(degree))
-            found.append(LayoutSpec(spec))
-            if len(found) < 4 * limit:
-                extend(spec, left - degree, degree)
 
-    extend((), devices, devices)
-    return tuple(sorted(found, key=lambda s: (s.devices, len(s.shapes)))[:limit])
+def _partitions(total: int, count: int, widths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Descending tuples of `count` widths with sum `total`; `widths` is descending."""
+    if count == 0:
+        if total == 0:
+            yield ()
+        return
+    for index, width in enumerate(widths):
+        if width * count < total:
+            return
+        if width + (count - 1) * widths[-1] <= total:
+            for rest in _partitions(total - width, count - 1, widths[index:]):
+                yield (width, *rest)

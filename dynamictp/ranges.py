@@ -99,12 +99,18 @@ def head_ranges(facts: ModelFacts, tp: int, rank: int) -> HeadRanges:
 def legal_degrees(
     facts: ModelFacts, numerics: Numerics = "exact", *, devices: int, communicators: bool = True
 ) -> tuple[int, ...]:
-    """Degrees at which every rank has work, up to `devices`. Without communicators only 1."""
+    """Degrees at which every rank has work, up to `devices`. Without communicators only 1.
+
+    `exact` cuts the output rows of every class, hidden rows among them. `fast` cuts the output and down
+    projections along K, by query heads and MLP columns, so hidden rows set no bound. Beyond the KV heads a
+    rank of `fast` has part of one KV head's query heads: with equal groups that works up to one query head a
+    rank, odd degrees included.
+    """
     if not communicators:
         return (1,)
-    widest = min(facts.query_heads, panels(facts.hidden), panels(facts.intermediate), panels(facts.vocab))
-    if numerics == "fast" and facts.query_heads % facts.kv_heads:
-        widest = min(widest, facts.kv_heads)
+    widest = min(facts.query_heads, panels(facts.intermediate), panels(facts.vocab))
+    if numerics == "exact":
+        widest = min(widest, panels(facts.hidden))
     return tuple(range(1, min(widest, devices) + 1))
 
 
@@ -133,24 +139,26 @@ def surplus(units: int, resident: Range, degree: int) -> float:
 
 def member_order(units: int, degree: int, resident: Sequence[Range]) -> tuple[int, ...] | None:
     """Devices for ranks 0..degree-1 such that each holds its rank's range, or None when there is no such
-    order. `resident[d]` is what device d holds, in units. (Bipartite matching by augmenting paths.)
+    order. `resident[d]` is what device d holds, in units.
+
+    The ranks that a device can serve are consecutive, so a greedy choice is a maximum matching (Glover
+    1967): every rank takes, of the devices that hold its range, the one whose last possible rank comes
+    first, and of equal ones the lower device.
     """
-    device_of: dict[int, int] = {}
-
-    def assign(device: int, seen: set[int]) -> bool:
-        for rank in range(degree):
-            if rank in seen or not can_serve(resident[device], cut(units, degree, rank)):
-                continue
-            seen.add(rank)
-            if rank not in device_of or assign(device_of[rank], seen):
-                device_of[rank] = device
-                return True
-        return False
-
-    for device in range(len(resident)):
-        if len(device_of) == degree:
-            break
-        assign(device, set())
-    if len(device_of) < degree:
+    if degree > units:  # some rank would have nothing to do
         return None
-    return tuple(device_of[rank] for rank in range(degree))
+    needed = [cut(units, degree, rank) for rank in range(degree)]
+    last_rank = [
+        max((rank for rank, wanted in enumerate(needed) if can_serve(held, wanted)), default=-1)
+        for held in resident
+    ]
+    order: list[int] = []
+    free = set(range(len(resident)))
+    for wanted in needed:
+        able = [device for device in free if can_serve(resident[device], wanted)]
+        if not able:
+            return None
+        device = min(able, key=lambda d: (last_rank[d], d))
+        free.remove(device)
+        order.append(device)
+    return tuple(order)

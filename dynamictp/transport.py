@@ -7,6 +7,8 @@ within one process, over the same encoded bytes. A missing message or another pr
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from threading import Event
@@ -15,8 +17,11 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from dynamictp.errors import ProtocolError
+from dynamictp.errors import DomainError, ProtocolError
 from dynamictp.messages import PROTOCOL_VERSION, Body, Envelope
+
+FIRST_CONTACT_S = 60.0
+"""How long a bound end waits with its first messages for a peer that is still starting."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
@@ -39,7 +44,7 @@ class Codec:
     def decode(self, data: bytes) -> Body:
         try:
             envelope = _decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
         if envelope.version != PROTOCOL_VERSION:
             raise ProtocolError(f"peer speaks protocol {envelope.version}, this is {PROTOCOL_VERSION}")
@@ -57,7 +62,10 @@ class Link(Protocol):
     """One end of an ordered, reliable connection."""
 
     def encode(self, body: Body) -> bytes: ...
-    def send_encoded(self, data: bytes) -> None: ...
+    def send_encoded(self, data: bytes) -> None:
+        """Hand over bytes of this link's `encode`. Raises `DomainError` when the peer is known to be gone."""
+        ...
+
     def send(self, body: Body) -> None: ...
     def receive(self) -> Body | None:
         """The next message, or None when none has arrived. Raises `ProtocolError`."""
@@ -71,30 +79,41 @@ class Link(Protocol):
 
 
 class ZmqLink:
-    """A link over a DEALER socket. Used by one thread."""
+    """A link over a DEALER socket. Used by one thread.
+
+    A bound socket has nowhere to put a message while no peer is connected, and its `send` would block. So
+    once the peer was heard, sending to none raises `DomainError` at once; before that it waits up to
+    `FIRST_CONTACT_S`. A connecting socket keeps the messages for the peer and never waits.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], incarnation: int) -> None:
         self.socket = socket
         self._codec = Codec(incarnation)
+        self._met = False
 
     def encode(self, body: Body) -> bytes:
         return self._codec.encode(body)
 
     def send_encoded(self, data: bytes) -> None:
-        self.socket.send(data)
+        try:
+            self.socket.send(data, zmq.NOBLOCK if self._met else 0)
+        except zmq.Again:
+            raise DomainError("no peer is connected to this link: it ended or never came up") from None
 
     def send(self, body: Body) -> None:
-        self.socket.send(self._codec.encode(body))
+        self.send_encoded(self._codec.encode(body))
 
     def receive(self) -> Body | None:
         try:
             data = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
+        self._met = True
         return self._codec.decode(data)
 
     def wait(self, timeout_s: float | None) -> bool:
-        return bool(self.socket.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))))
+        # Rounded up: rounded down, the last millisecond before a deadline would be spent spinning.
+        return bool(self.socket.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))))
 
     def close(self) -> None:
         self.socket.close(linger=200)
@@ -107,6 +126,7 @@ def zmq_link(
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDTIMEO, int(FIRST_CONTACT_S * 1000))
     (socket.bind if bind else socket.connect)(address)
     return ZmqLink(socket, incarnation)
 
@@ -137,12 +157,16 @@ class MemoryLink:
         return self._codec.decode(self._inbox.popleft())
 
     def wait(self, timeout_s: float | None) -> bool:
-        if self._inbox:
-            return True
-        self._arrived.clear()
-        if self._inbox:
-            return True
-        return self._arrived.wait(timeout_s)
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._inbox:
+            self._arrived.clear()
+            if self._inbox:  # arrived between the look and the clear: its wake-up may be gone
+                break
+            # The event may also be a late one, of a message that was received before it was set.
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            if not self._arrived.wait(left_s):
+                return bool(self._inbox)
+        return True
 
     def close(self) -> None:
         """Nothing to release."""
