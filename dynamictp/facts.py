@@ -10,8 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from dynamictp.errors import ModelRefused
-
 DType = Literal["bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 
@@ -61,16 +59,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
     qk_norm: bool = False
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
-
-    def __post_init__(self) -> None:
-        sizes = (self.layers, self.hidden, self.query_heads, self.kv_heads, self.head_dim)
-        if min(*sizes, self.intermediate, self.vocab, self.max_context) < 1:
-            raise ModelRefused("a model needs at least one layer, head, row and position; check config.json")
-        if self.query_heads % self.kv_heads:
-            raise ModelRefused(
-                f"{self.query_heads} query heads do not divide into {self.kv_heads} KV heads; "
-                "every KV head must serve equally many query heads"
-            )
 
     @property
     def qkv_units(self) -> int:
