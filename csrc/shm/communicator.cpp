@@ -3,9 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "shm/futex.hpp"
 
@@ -13,6 +11,7 @@ namespace dynamictp::shm {
 
 namespace {
 constexpr std::int64_t yield_ns = 1'000'000;   // a peer is this late only when it does not run: then sleep
+constexpr std::uint32_t spin_limit = 1 << 16;  // polls look at no clock: a few milliseconds, far below any deadline
 constexpr std::int64_t slice_ns = 10'000'000;  // of sleep, between looks at the control word and at signals
 
 // A tag says what a rank does: Op << 56 | parameter << 40 | bytes.
@@ -78,6 +77,7 @@ Communicator::Communicator(std::byte* region, std::size_t size, const ControlBlo
     }
     const std::size_t share = (size - payload_offset(member.world)) / (2 * member.world);
     payload_bytes_ = share / cache_line * cache_line;
+    policy_.spin = std::min(policy.spin, spin_limit);
     sources_.resize(member.world);
     claim_region(size);
     count_ = lines_[member.rank].arrived.load(std::memory_order_acquire);
@@ -232,9 +232,8 @@ void Communicator::fail(const std::string& what) {
                      : "is not live (the control word says epoch " + std::to_string(now.epoch) + ", state " +
                            std::to_string(static_cast<int>(now.state)) + ")";
     }
-    const std::string message = "epoch " + std::to_string(epoch()) + " " + reason + " in " +
-                                name_of(tag_) + " of rank " +
-                                std::to_string(member_.rank) + " of " + std::to_string(member_.world) +
+    const std::string message = "epoch " + std::to_string(epoch()) + " " + reason + " in " + name_of(tag_) +
+                                " of rank " + std::to_string(member_.rank) + " of " + std::to_string(member_.world) +
                                 "; missing ranks: " + missing_ranks();
     give_up();
     throw Broken(message);

@@ -41,8 +41,8 @@ struct alignas(2 * cache_line) RegionHeader {
 
 struct WaitPolicy {
     double deadline_s;         // of one wait, from when this rank began to wait
-    std::uint32_t spin;        // polls with a pause before the first yield; 0 when ranks outnumber cores
-    bool (*signal_raised)();   // called about every `slice`; true when the wait must end with Interrupted
+    std::uint32_t spin;        // polls (at most 65,536) before the first yield; 0 when ranks outnumber cores
+    bool (*signal_raised)();   // called every 10 ms of sleep; true when the wait must end with Interrupted
 };
 
 struct Membership {

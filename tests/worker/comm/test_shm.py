@@ -26,7 +26,7 @@ def open_rank(memory: object, size: int, rank: int = 0, world: int = 2, **change
     return ShmCommunicator(memory, 0, size, rank, world, control=control, **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("spin", [0, 1 << 30])
+@pytest.mark.parametrize("spin", [0, 2**32 - 1])
 def test_engine_revokes_a_domain_by_its_control_word(spin: int) -> None:
     """Whether waiters poll or sleep, and whether the epoch is aborted or replaced."""
     for epoch, state in [
@@ -89,7 +89,7 @@ def test_sleepers_are_woken_by_the_last_arrival() -> None:
             for future in waiting:
                 future.result(timeout=10)
             delays.append(time.monotonic() - start)
-        assert sorted(delays)[rounds // 2] < 0.004
+        assert sorted(delays)[rounds // 2] < 0.006
 
 
 def test_a_signal_handler_that_raises_ends_the_wait() -> None:
