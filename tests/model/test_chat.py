@@ -114,8 +114,9 @@ def test_conflicting_flags_are_refused() -> None:
     template = ChatTemplate(CHAT_TEMPLATE, special_tokens={})
     with pytest.raises(BadRequest, match="exclude each other"):
         template.render(CHAT, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(BadRequest, match="may not set raise_exception"):
-        template.render(CHAT, raise_exception=1)
+    for name in ("messages", "raise_exception"):
+        with pytest.raises(BadRequest, match=f"may not set {name}"):
+            template.render(CHAT, **{name: 1})
     dropping = ChatTemplate("nothing", special_tokens={})
     with pytest.raises(BadRequest, match="drops the end"):
         dropping.render(CHAT, add_generation_prompt=False, continue_final_message=True)
