@@ -41,10 +41,10 @@ class Request:
     """
 
     __slots__ = (
-        "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at", "crashes", "deadline_s",
-        "detach", "domain", "entered", "handovers", "id", "in_flight", "keys", "limit", "model", "pending",
-        "planned", "priority", "prompt_len", "prompts_from", "recomputes", "resumed", "row", "sampling",
-        "sent_blocks", "served", "stop_ids", "tokens", "tp_max", "tp_min",
+        "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at", "crashes",
+        "deadline_s", "detach", "domain", "entered", "handovers", "id", "in_flight", "keys", "limit",
+        "model", "pending", "planned", "priority", "prompt_len", "prompts_from", "recomputes", "resumed",
+        "row", "sampling", "sent_blocks", "served", "stop_ids", "tokens", "tp_max", "tp_min",
     )  # fmt: skip
 
     def __init__(self, message: SubmitRequest, age: int, max_len: int) -> None:

@@ -26,7 +26,7 @@ from dynamictp.messages import (
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 MAX_CRASHES = 3
-"""A request that ran in so many failed domains without getting on ends with an error: it may be their cause."""
+"""A request that ran in so many failed domains without getting on ends with an error: it may be the cause."""
 
 
 class RequestBook:

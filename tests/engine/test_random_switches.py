@@ -95,7 +95,7 @@ class Traffic:
         )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_streams_equal_the_reference_under_random_switches(seed: int) -> None:
     traffic = Traffic(seed)
     traffic.play(switches=20)
@@ -103,6 +103,6 @@ def test_streams_equal_the_reference_under_random_switches(seed: int) -> None:
     assert outcomes.count("closed") >= 2, f"seed {seed}: {outcomes}"
 
 
-@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("seed", range(100, 116))
 def test_streams_survive_killed_workers(seed: int) -> None:
     Traffic(seed, kills=True).play(switches=15)

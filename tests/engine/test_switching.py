@@ -252,6 +252,8 @@ def test_messages_of_a_switch_go_views_then_proof_then_close_in_queue_order() ->
 def test_a_first_layout_without_slots_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="communicator slots"):
         simulation(layout="3*tp1", comm_slots=2)
+    with pytest.raises(ConfigError, match=r"layout tp4: .*degrees legal here"):
+        simulation(layout="tp4")
 
 
 def test_shutdown_waits_for_running_requests_if_told_to() -> None:
