@@ -15,7 +15,7 @@ LAYOUTS = ("tp1", "tp2", "tp3", "tp1+tp1", "tp2+tp1", "3*tp1", "tp1@2", "tp2@1,0
 class Traffic:
     """Random arrivals, cancels, switches and (optionally) kills on one simulation."""
 
-    def __init__(self, seed: int, *, kills: bool = False) -> None:
+    def __init__(self, seed: int, *, kills: int = 0) -> None:
         self.rng = rng = random.Random(seed)
         blocks = rng.choice((12, 24, 48, 96))
         start = engine_start(
@@ -71,6 +71,7 @@ class Traffic:
             if self.switches:
                 sim.core.on_server(CancelSwitch(self.switches[-1]))
         elif choice < 0.74 and self.kills:
+            self.kills -= 1
             sim.kill(rng.randrange(3))
         else:
             deadline = rng.choice((0.0, 0.0, 0.01, 0.1))
@@ -105,4 +106,5 @@ def test_streams_equal_the_reference_under_random_switches(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100, 116))
 def test_streams_survive_killed_workers(seed: int) -> None:
-    Traffic(seed, kills=True).play(switches=15)
+    # Fewer than make a request suspect of being their cause.
+    Traffic(seed, kills=2).play(switches=15)
