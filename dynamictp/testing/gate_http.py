@@ -178,7 +178,7 @@ async def run_gate(
     distinct: int = 40,
     longest_prompt: int = 300,
     longest_output: int = 64,
-    kv_memory: str = "24MiB",
+    kv_memory: str = "32MiB",
     mean_gap_s: float = 0.25,
     most_live: int = 12,
     progress: Progress = lambda text: None,
@@ -226,7 +226,7 @@ async def _quiet(url: str) -> None:
 @click.option("--switches", default=30, show_default=True)
 @click.option("--seed", type=int, help="default: random, printed")
 @click.option("--distinct", default=40, show_default=True, help="distinct requests")
-@click.option("--kv-memory", default="24MiB", show_default=True)
+@click.option("--kv-memory", default="32MiB", show_default=True)
 def main(switches: int, seed: int | None, distinct: int, kv_memory: str) -> None:
     """Run the gate on real processes and print its report."""
     seed = random.SystemRandom().randrange(1 << 20) if seed is None else seed
