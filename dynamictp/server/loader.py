@@ -32,10 +32,9 @@ def main(model: str, dtype: str, fd: int, part: str) -> None:
     try:
         source = open_model(model)
         index = plan_weights(source.facts, cast(DType, dtype))
-        with mmap.mmap(fd, index.total_bytes) as mapping:
-            buffer = np.frombuffer(mapping, np.uint8)
-            load_weights(source, index, buffer, part=(index_of_part, parts))
-            del buffer
+        # The mapping ends with the process: closing it here would fail while an error still holds views.
+        buffer = np.frombuffer(mmap.mmap(fd, index.total_bytes), np.uint8)
+        load_weights(source, index, buffer, part=(index_of_part, parts))
     except FatalError as error:
         click.echo(str(error), err=True)
         sys.exit(error.exit_code)

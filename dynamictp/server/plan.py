@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamictp.config import GIB, ServeConfig, parse_size
-from dynamictp.errors import ConfigError, ResourceError
+from dynamictp.errors import ConfigError, LayoutRefused, ResourceError
 from dynamictp.facts import ModelFacts
 from dynamictp.kv import KVSpec
-from dynamictp.layout import LayoutSpec, legal_specs
+from dynamictp.layout import LayoutSpec
 from dynamictp.messages import ArenaFacts
 from dynamictp.ranges import legal_degrees
 from dynamictp.server.machine import device_cores
+from dynamictp.server.switches import check_layout
 
 KV_FRACTION = 0.25
 KV_DEFAULT_LIMIT = 8 * GIB
@@ -57,10 +58,10 @@ def plan_node(
         raise ConfigError("--cores-per-device above 1 is not built yet")
     devices = config.devices or max(1, len(cores) // config.cores_per_device)
     degrees = legal_degrees(facts, config.numerics, devices=devices, communicators=communicators)
-    layout = LayoutSpec.parse(config.layout)
-    refusal = refuse_layout(layout, degrees, devices)
-    if refusal:
-        raise ConfigError(f"--layout {layout}: {refusal}")
+    try:
+        layout = check_layout(config.layout, degrees, devices, config.model_name)
+    except LayoutRefused as error:
+        raise ConfigError(f"--layout {error.message}") from error
     spec = KVSpec.of(facts, config.page_tokens, config.dtype)
     kv_bytes, arena_pages = _arena(config, spec, weight_bytes, devices, available_bytes)
     context = min(config.max_model_len or facts.max_context, facts.max_context)
@@ -81,22 +82,6 @@ def plan_node(
         max_model_len=context,
         comm_slots=2 * devices + 4,
     )
-
-
-def refuse_layout(layout: LayoutSpec, degrees: tuple[int, ...], devices: int) -> str:
-    """Why this layout can't be on this pool, naming the legal ones; empty when it can."""
-    legal = ", ".join(map(str, legal_specs(degrees, devices)))
-    for shape in layout.shapes:
-        if shape.pp > 1:
-            return f"pipeline stages (pp{shape.pp}) are not supported yet; legal layouts: {legal}"
-        if shape.model:
-            return f"the pool serves one model; leave out '{shape.model}:'; legal layouts: {legal}"
-    if layout.devices > devices:
-        return f"takes {layout.devices} devices, the pool has {devices}; legal layouts: {legal}"
-    for shape in layout.shapes:
-        if shape.tp not in degrees:
-            return f"tp{shape.tp} does not divide this model; legal layouts: {legal}"
-    return ""
 
 
 def _arena(

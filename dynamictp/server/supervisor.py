@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from dynamictp import native
 from dynamictp.config import ServeConfig
 from dynamictp.errors import FatalError, ModelRefused, ResourceError
 from dynamictp.messages import EngineStart
@@ -26,6 +25,7 @@ from dynamictp.model.weights import WeightIndex
 from dynamictp.server.plan import NodePlan
 from dynamictp.server.shared_memory import SharedMemory
 from dynamictp.transport import ZmqLink, zmq_link
+from dynamictp.worker.comm.control import bytes_needed as control_bytes
 from dynamictp.worker.start import WorkerStart, exchange_slot_bytes
 
 log = logging.getLogger(__name__)
@@ -108,8 +108,7 @@ class Supervisor:
             self._config.max_num_seqs,
             plan.devices,
         )
-        extension = native.load()
-        control = extension.ControlBlock.bytes_needed(plan.comm_slots, plan.devices) if extension else 0
+        control = control_bytes(plan.comm_slots, plan.devices)
         self._memory = {
             "weights": SharedMemory("weights", self._index.total_bytes),
             "arena": SharedMemory("arena", plan.arena_bytes),

@@ -1,0 +1,111 @@
+"""A DynamicTP server's admin interface and tokenizer, as the bench needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from dynamictp.clock import Clock, SystemClock
+from dynamictp.errors import FatalError
+
+# A PUT waits up to 60 s on the server's side; the client must outlast it.
+_TIMEOUT_S = 75.0
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One change of layout. `started_s` to `ended_s` (this client's clock) spans prepare to close."""
+
+    before: str
+    after: str
+    outcome: str
+    phases_ms: Mapping[str, float]
+    handovers: int
+    recomputes: int
+    weight_bytes_copied: int
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutView:
+    """What `GET /admin/layout` says, as far as the bench uses it."""
+
+    mode: str
+    pinned: bool
+    observed: str
+
+
+class Admin:
+    """Layout changes and tokenization over HTTP. Use it as an async context manager.
+
+    Every method raises FatalError with the server's message when the server refuses or is gone.
+    """
+
+    def __init__(self, url: str, *, clock: Clock | None = None, key: str | None = None) -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        # No proxy from the environment: it would stand between us and a server on this machine.
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        self._clock = clock or SystemClock()
+
+    async def __aenter__(self) -> Admin:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def served_model(self) -> str:
+        """Id of the first model the server lists."""
+        listed = await self._call("GET", "/v1/models")
+        return str(listed["data"][0]["id"])
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """Token ids of `text`, no special tokens added."""
+        body = {"prompt": text, "add_special_tokens": False}
+        return tuple((await self._call("POST", "/tokenize", body))["tokens"])
+
+    async def layout(self) -> LayoutView:
+        view = await self._call("GET", "/admin/layout")
+        return LayoutView(str(view["mode"]), bool(view["pinned"]), str(view["observed"]))
+
+    async def set_layout(self, layout: str) -> Switch:
+        """Changes the layout and waits until the old domains are closed."""
+        started_s = self._clock.now()
+        answer = await self._call("PUT", "/admin/layout", {"layout": layout, "wait": "closed"})
+        ended_s = self._clock.now()
+        switch = answer["switch"]
+        phases = {name: float(ms) for name, ms in (switch.get("phases_ms") or {}).items() if ms is not None}
+        return Switch(
+            before=str(switch["from"]),
+            after=str(switch["to"]),
+            outcome=str(switch["outcome"]),
+            phases_ms=phases,
+            handovers=int(switch.get("handovers", 0)),
+            recomputes=int(switch.get("recomputes", 0)),
+            weight_bytes_copied=int(switch.get("weight_bytes_copied", 0)),
+            started_s=started_s,
+            ended_s=ended_s,
+        )
+
+    async def release_layout(self) -> None:
+        """Gives the layout back to the planner of a dynamic server."""
+        await self._call("PUT", "/admin/layout", {"layout": "auto"})
+
+    async def _call(self, method: str, path: str, body: object | None = None) -> dict[str, Any]:
+        try:
+            response = await self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise FatalError(f"{method} {path}: no answer from the server ({error!r})") from error
+        if response.status_code >= 400:
+            raise FatalError(f"{method} {path}: {response.status_code} {response.text[:300]}")
+        try:
+            decoded: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise FatalError(f"{method} {path}: the answer is not JSON: {response.text[:100]!r}") from error
+        return decoded

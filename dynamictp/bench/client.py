@@ -1,0 +1,254 @@
+"""Asynchronous load client for any OpenAI-compatible server.
+
+A request's life: due (`intended_s`) → `Client.send` stamps `sent_s`, connects, posts → each body
+piece is stamped on arrival (`exchange`), cut into events (`wire`), read here → `Result`.
+A request that goes wrong is a Result with a `failure`, never an exception: a schedule goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+
+from dynamictp.bench.exchange import Origin, exchange
+from dynamictp.bench.result import Failure, FailureKind, Result
+from dynamictp.bench.schedule import Request
+from dynamictp.bench.wire import EventParser, Head, WireError
+from dynamictp.clock import Clock, SystemClock
+
+T = TypeVar("T")
+
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class Sender(Protocol):
+    """Plays one request; `intended_s` is when it was due on the schedule's clock."""
+
+    async def send(self, request: Request, intended_s: float) -> Result: ...
+
+
+class Reader:
+    """Turns one response into the fields of a Result; owns them until `result()`."""
+
+    def __init__(self, request: Request, intended_s: float, sent_s: float) -> None:
+        self.failure: Failure | None = None
+        self._request = request
+        self._intended_s = intended_s
+        self._sent_s = sent_s
+        self._events = EventParser()
+        self._head: Head | None = None
+        self._error_body = b""
+        self._chunk_s: list[float] = []
+        self._chunk_tokens: list[int] = []
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._usage: Mapping[str, Any] = {}
+        self._finish_reason: str | None = None
+        self._report: Mapping[str, object] | None = None
+        self._done = False
+
+    def on_head(self, head: Head) -> None:
+        self._head = head
+
+    def on_body(self, piece: bytes, at_s: float) -> None:
+        if self._head is not None and self._head.status >= 400:
+            self._error_body += piece
+            return
+        for data in self._events.feed(piece):
+            self._on_event(data, at_s)
+
+    def _on_event(self, data: bytes, at_s: float) -> None:
+        if data == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = msgspec.json.decode(data)
+            if "error" in event:
+                self._fail(FailureKind.STREAM, _error_message(event["error"]))
+                return
+            self._on_chunk(event, at_s)
+        except (msgspec.DecodeError, AttributeError, TypeError, KeyError, ValueError) as error:
+            self._fail(FailureKind.PROTOCOL, f"unreadable event {data[:200]!r}: {error}")
+
+    def _on_chunk(self, event: Mapping[str, Any], at_s: float) -> None:
+        counted = self._usage.get("completion_tokens", 0)
+        self._usage = event.get("usage") or self._usage
+        self._report = event.get("dynamictp", self._report)
+        for choice in event.get("choices", ()):
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            ids = choice.get("token_ids") or ()
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            if not text and not ids:
+                continue  # a role or finish chunk
+            # Without token ids a running usage tells the count; without that, a chunk is a token.
+            tokens = len(ids) or max(self._usage.get("completion_tokens", 0) - counted, 1)
+            self._chunk_s.append(at_s)
+            self._chunk_tokens.append(tokens)
+            self._text.append(text)
+            self._token_ids.extend(ids)
+
+    def _fail(self, kind: FailureKind, message: str, status: int | None = None) -> None:
+        if self.failure is None:
+            self.failure = Failure(kind, message, status)
+
+    def on_end(self) -> None:
+        """The response is complete: decides whether it was a whole answer."""
+        assert self._head is not None
+        if self._head.status >= 400:
+            self._fail(FailureKind.REFUSED, _error_text(self._error_body), self._head.status)
+        elif not self._done:
+            self._fail(FailureKind.TRUNCATED, "the stream ended without [DONE]")
+        elif self._finish_reason is None:
+            self._fail(FailureKind.TRUNCATED, "the stream ended without a finish reason")
+        elif self._finish_reason == "length" and self._token_ids:
+            used = self._usage.get("completion_tokens", len(self._token_ids))
+            if used != len(self._token_ids):
+                message = f"{len(self._token_ids)} token ids streamed, usage says {used}"
+                self._fail(FailureKind.PROTOCOL, message)
+
+    def on_broken(self, kind: FailureKind, message: str) -> None:
+        """The exchange ended early."""
+        self._fail(kind, message)
+
+    def result(self, end_s: float) -> Result:
+        headers = self._head.headers if self._head else {}
+        tp = headers.get("x-dynamictp-tp", "")
+        return Result(
+            request=self._request,
+            intended_s=self._intended_s,
+            sent_s=self._sent_s,
+            end_s=end_s,
+            chunk_s=tuple(self._chunk_s),
+            chunk_tokens=tuple(self._chunk_tokens),
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            prompt_tokens=self._usage.get("prompt_tokens"),
+            completion_tokens=self._usage.get("completion_tokens"),
+            finish_reason=self._finish_reason,
+            failure=self.failure,
+            request_id=headers.get("x-request-id"),
+            domain=headers.get("x-dynamictp-domain"),
+            tp=int(tp) if tp.isdigit() else None,
+            report=self._report,
+        )
+
+
+class Client:
+    """Sends requests to one server. Holds no connection and no state between requests."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        clock: Clock | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        return_token_ids: bool = False,
+    ) -> None:
+        """`timeout_s` bounds one request from sent to end. Raises ValueError for a bad `url`."""
+        self._origin = Origin.parse(url)
+        self._model = model
+        self._clock = clock or SystemClock()
+        self._headers = {"accept": "text/event-stream"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+        self._return_token_ids = return_token_ids
+
+    async def send(self, request: Request, intended_s: float) -> Result:
+        """Streams one request to its end; failures and time-outs are in the result."""
+        body = msgspec.json.encode(request.body(self._model, return_token_ids=self._return_token_ids))
+        payload = self._origin.post(_PATHS[request.endpoint], self._headers, body)
+        reader = Reader(request, intended_s, self._clock.now())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await exchange(self._origin, payload, reader, self._clock)
+            reader.on_end()
+        except TimeoutError:
+            reader.on_broken(FailureKind.TIMEOUT, f"not finished within {self._timeout_s:g} s")
+        except WireError as error:
+            reader.on_broken(FailureKind.TRUNCATED, str(error))
+        except OSError as error:
+            reader.on_broken(FailureKind.CONNECTION, f"{type(error).__name__}: {error}")
+        return reader.result(self._clock.now())
+
+
+async def run_schedule(
+    schedule: Iterable[Request],
+    sender: Sender,
+    clock: Clock,
+    *,
+    origin_s: float | None = None,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> list[Result]:
+    """Plays a schedule open loop: each request leaves when due, whatever the earlier ones do.
+
+    `origin_s` is the clock's time of the schedule's 0 (default: now). Results come back in the
+    order of their due times. Cancelling it cancels every request.
+    """
+    origin_s = clock.now() if origin_s is None else origin_s
+    tasks: list[asyncio.Task[Result]] = []
+    async with asyncio.TaskGroup() as group:
+        for request in sorted(schedule, key=lambda item: item.intended_s):
+            due_s = origin_s + request.intended_s
+            while (wait_s := due_s - clock.now()) > 0:
+                await sleep(wait_s)
+            tasks.append(group.create_task(sender.send(request, due_s)))
+    return [task.result() for task in tasks]
+
+
+def run_lowered(main: Callable[[], Coroutine[Any, Any, T]], niceness: int = 10) -> T:
+    """Runs `main()` on an event loop of a thread of lower priority, and returns its result.
+
+    On Linux niceness belongs to the thread: the caller keeps its own, so that processes it starts
+    later (servers, memory probes) don't inherit the client's. Interrupting the caller cancels `main`.
+    """
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    async def wrapped() -> None:
+        task = asyncio.ensure_future(main())
+        running.append((asyncio.get_running_loop(), task))
+        outcome.append(await task)
+
+    def body() -> None:
+        os.nice(niceness)
+        try:
+            asyncio.run(wrapped())
+        except BaseException as error:  # noqa: BLE001 - carried over to the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="load-client", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        for loop, task in running:
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join(timeout=5.0)
+        raise
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def _error_message(error: object) -> str:
+    if isinstance(error, dict):
+        return str(cast("Mapping[str, object]", error).get("message", error))
+    return str(error)
+
+
+def _error_text(body: bytes) -> str:
+    """The message of an error response, else the start of its body."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body[:200].decode("utf-8", "replace")
+    return _error_message(decoded.get("error", decoded)) if isinstance(decoded, dict) else str(decoded)

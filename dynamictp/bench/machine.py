@@ -1,0 +1,93 @@
+"""What the machine gives right now: no figure is worth anything without it.
+
+The project's machines have two memory states: two cores together read about 36 GB/s (A) or about
+60 (B), and flip between them within minutes. A benchmark prints the state beside each block and
+compares only what was measured in the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamictp.errors import FatalError
+
+# Halfway between the two states' typical readings.
+STATE_BOUNDARY_GBPS = 48.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """GB/s read by one process alone, and by two together from disjoint ranges."""
+
+    one_gbps: float
+    two_gbps: float
+
+    @property
+    def name(self) -> str:
+        """`A` or `B` as described above."""
+        return "A" if self.two_gbps < STATE_BOUNDARY_GBPS else "B"
+
+    def __str__(self) -> str:
+        return f"state {self.name}: {self.one_gbps:.0f} GB/s one core, {self.two_gbps:.0f} GB/s two"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The processor and what of it this process may use."""
+
+    cpu: str
+    usable_cores: int
+    memory_gb: float
+    kernel: str
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.usable_cores} usable cores, {self.memory_gb:.0f} GB, Linux {self.kernel}"
+
+
+def describe_machine() -> Machine:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Machine(
+        cpu=_cpu_name(Path("/proc/cpuinfo").read_text()),
+        usable_cores=len(os.sched_getaffinity(0)),
+        memory_gb=pages * page_bytes / 1e9,
+        kernel=platform.release(),
+    )
+
+
+def probe_memory(seconds: float = 1.0) -> MemoryState:
+    """Reads for `seconds` with one process, then for `seconds` with two. The server should be idle."""
+    return MemoryState(one_gbps=_read_together(1, seconds), two_gbps=_read_together(2, seconds))
+
+
+def _read_together(processes: int, seconds: float) -> float:
+    command = [sys.executable, "-m", "dynamictp.bench.memread", str(seconds)]
+    readers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    try:
+        for reader in readers:
+            assert reader.stdout is not None
+            if reader.stdout.readline() != "ready\n":
+                raise FatalError("the memory probe could not start; is there 1 GB of free memory?")
+        for reader in readers:
+            assert reader.stdin is not None
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+        return sum(float(reader.communicate()[0]) for reader in readers)
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.communicate()
+
+
+def _cpu_name(cpuinfo: str) -> str:
+    for line in cpuinfo.splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

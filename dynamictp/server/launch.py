@@ -1,0 +1,173 @@
+"""`serve_forever`: puts source, plan, supervisor, engine client and HTTP application together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dynamictp import native
+from dynamictp.config import GIB, ServeConfig
+from dynamictp.errors import FatalError
+from dynamictp.model.chat import ChatTemplate, template_from_file
+from dynamictp.model.load import open_model
+from dynamictp.model.source import ModelSource
+from dynamictp.model.weights import plan_weights
+from dynamictp.server.app import create_app
+from dynamictp.server.machine import available_memory_bytes, usable_cores
+from dynamictp.server.plan import NodePlan, plan_node
+from dynamictp.server.requests import SamplingDefaults
+from dynamictp.server.run import ServerRunner
+from dynamictp.server.service import DeviceInfo, Service
+from dynamictp.server.supervisor import Supervisor
+
+SERVING_NICE = 5
+"""Niceness of the serving threads: in lock-step TP a busy neighbour costs more than a late token."""
+INTERRUPTED = 130
+
+T = TypeVar("T")
+
+
+def serve_forever(config: ServeConfig) -> None:
+    """Serve until SIGTERM (exit 0) or Ctrl-C (exit 130). Raises `FatalError` with the exit code to use."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    code = asyncio.run(_Launch(config).run())
+    if code:
+        sys.exit(code)
+
+
+def say(text: str) -> None:
+    """A line for the person who started the server."""
+    click.echo(text, err=True)
+
+
+class _Launch:
+    """One life of a server. Owns nothing but the order in which the parts start and stop."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._started = time.monotonic()
+
+    async def run(self) -> int:
+        """Start, serve, stop; the exit code."""
+        config = self._config
+        interrupted = self._catch_signals()
+        source = open_model(config.model)
+        index = plan_weights(source.facts, config.dtype)
+        plan = plan_node(
+            config,
+            source.facts,
+            index.total_bytes,
+            cores=usable_cores(),
+            available_bytes=available_memory_bytes(),
+            communicators=native.load() is not None,
+        )
+        supervisor = Supervisor(config, plan, index)
+        service = self._service(source, plan, supervisor)
+        runner = ServerRunner(create_app(service), config.host, config.port)
+        try:
+            port = await runner.start()
+            link = await _first(supervisor.start(say), interrupted)
+            if link is not None:
+                service.client.attach(link)
+                await self._serve(service, plan, supervisor, interrupted, port)
+        finally:
+            service.client.fail_all("the server is shutting down")
+            await runner.stop()
+            service.client.detach()
+            await supervisor.stop()
+        return interrupted.result()
+
+    async def _serve(
+        self,
+        service: Service,
+        plan: NodePlan,
+        supervisor: Supervisor,
+        interrupted: asyncio.Future[int],
+        port: int,
+    ) -> None:
+        """From the attached engine to the end; raises `FatalError` when a child ends on its own."""
+        ready = await _first(service.client.wait_ready(), interrupted, supervisor.failed)
+        if ready is not None:
+            # Not before the children are started: they would inherit it and could not take it back.
+            os.setpriority(os.PRIO_PROCESS, 0, SERVING_NICE)
+            seconds = time.monotonic() - self._started
+            say(
+                f"{service.model}: layout {ready.layout} on {plan.devices} device(s), context "
+                f"{ready.max_model_len} tokens, KV {plan.arena_bytes / GIB:.2f} GiB for {plan.kv_tokens} "
+                f"tokens, ready after {seconds:.1f} s"
+            )
+            host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+            click.echo(f"DynamicTP ready: http://{host}:{port}")
+            await asyncio.wait({interrupted, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.failed.done() and not interrupted.done():
+            raise FatalError(supervisor.failed.result())
+
+    def _service(self, source: ModelSource, plan: NodePlan, supervisor: Supervisor) -> Service:
+        config = self._config
+
+        def device_info() -> dict[int, DeviceInfo]:
+            return {d: DeviceInfo(plan.cores[d], supervisor.pid(d)) for d in range(plan.devices)}
+
+        return Service.create(
+            model=config.model_name,
+            tokenizer=source.tokenizer(),
+            template=_template(config, source),
+            facts=plan.facts,
+            devices=plan.devices,
+            legal_degrees=plan.degrees,
+            mode=config.mode,
+            defaults=_defaults(config, source),
+            device_info=device_info,
+        )
+
+    def _catch_signals(self) -> asyncio.Future[int]:
+        """Set to the exit code by the first SIGTERM or SIGINT."""
+        loop = asyncio.get_running_loop()
+        interrupted: asyncio.Future[int] = loop.create_future()
+
+        def stop(code: int) -> None:
+            if not interrupted.done():
+                interrupted.set_result(code)
+
+        loop.add_signal_handler(signal.SIGTERM, stop, 0)
+        loop.add_signal_handler(signal.SIGINT, stop, INTERRUPTED)
+        return interrupted
+
+
+async def _first(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> T | None:
+    """The result of `work`, or None when one of the others was done first; `work` is then cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def _template(config: ServeConfig, source: ModelSource) -> ChatTemplate:
+    template = source.chat_template()
+    if config.chat_template:
+        return template_from_file(Path(config.chat_template), template.special_tokens)
+    return template
+
+
+def _defaults(config: ServeConfig, source: ModelSource) -> SamplingDefaults:
+    if config.generation_config != "auto":
+        return SamplingDefaults()
+    known = {field.name for field in fields(SamplingDefaults)}
+    given = {key: value for key, value in source.sampling_defaults().items() if key in known}
+    if "top_k" in given:
+        return SamplingDefaults(**{**given, "top_k": int(given["top_k"])})
+    return SamplingDefaults(**given)
