@@ -1,0 +1,1 @@
+"""The control plane: pure policies over snapshots. Never imports torch."""

@@ -1,0 +1,267 @@
+"""The engine without its transport: messages in, messages out, one turn at a time."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+from dynamictp.clock import Clock
+from dynamictp.engine.admission import Admission
+from dynamictp.engine.blocks import BlockPool
+from dynamictp.engine.comms import CommunicatorPool, ControlWords, NullControlWords
+from dynamictp.engine.domain import Domain
+from dynamictp.engine.fleet import EPOCHS_PER_INCARNATION, Fleet, quota_rule
+from dynamictp.engine.layouts import LayoutManager
+from dynamictp.engine.request import Detach, Request
+from dynamictp.engine.requests import RequestBook
+from dynamictp.engine.scheduler import Limits, Scheduler
+from dynamictp.engine.snapshot import StepCost, make_snapshot
+from dynamictp.engine.steptime import StepTimes
+from dynamictp.engine.turns import Turns
+from dynamictp.errors import ConfigError, ProtocolError
+from dynamictp.messages import (
+    Body,
+    CancelRequest,
+    CancelSwitch,
+    DomainBroken,
+    DomainClosed,
+    DomainOpened,
+    DomainProven,
+    EngineReady,
+    EngineStart,
+    SetLayout,
+    Shutdown,
+    Snapshot,
+    StepResult,
+    SubmitRequest,
+    SwitchStatus,
+    WorkerHello,
+)
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_S = 0.25
+DYNAMIC_CAP = 0.7
+"""Share of its quota that a domain may fill in dynamic mode, so that a switch has room."""
+
+
+class EngineCore:
+    """Joins queue, schedulers, pages and layouts. Feed it messages, call `turn`, send what is in
+    `to_server` and `to_workers` (device, message) in order, and clear both lists.
+
+    Raises `FatalError` when the first layout can't be opened.
+    """
+
+    def __init__(self, start: EngineStart, clock: Clock, control: ControlWords | None = None) -> None:
+        self.start = start
+        self.to_server: list[Body] = []
+        self.to_workers: list[tuple[int, Body]] = []
+        self.finished = False
+        """A `Shutdown` is carried out; the process may end."""
+        self._clock = clock
+        arena, facts = start.arena, start.facts
+        self.pool = BlockPool(arena.pages, facts.kv_heads, prefix_cache=start.prefix_cache)
+        context = min(start.max_model_len or facts.max_context, facts.max_context)
+        limits = Limits(arena.page_tokens, start.max_batched_tokens, start.max_step_ms)
+        self._cap = DYNAMIC_CAP if start.mode == "dynamic" else 1.0
+        self._context = min(context, self.pool.total * arena.page_tokens)
+        self._admission = Admission(self.pool, arena.page_tokens, start.max_batched_tokens, self._live)
+        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover)
+        self._times = StepTimes()
+        self._turns = Turns()
+        self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
+        first_id = 1 + (start.incarnation - 1) * EPOCHS_PER_INCARNATION
+        self.fleet = Fleet(
+            start,
+            quota=quota_rule(self.pool.total, start.devices, self._cap),
+            comms=CommunicatorPool(start.comm_slots, first_id),
+            control=control or NullControlWords(),
+            book=self.book,
+            clock=clock,
+            send=lambda device, body: self.to_workers.append((device, body)),
+            lost=self.to_server.append,
+        )
+        self.layouts = LayoutManager(start, self.fleet, self.book, clock, self._on_status)
+        if len(self.layouts.observed.domains) > start.comm_slots:
+            raise ConfigError(f"layout {start.layout} needs more than {start.comm_slots} communicator slots")
+        self._cost = StepCost()
+        self._ready = False
+        self._next_snapshot_s = clock.now()
+        self._stop_at: float | None = None
+
+    # ------------------------------------------------------------ in
+
+    def on_server(self, body: Body) -> None:
+        """Raises `ProtocolError` for a message that a server does not send."""
+        match body:
+            case SubmitRequest():
+                self.book.submit(body)
+            case CancelRequest():
+                self.book.cancel(body)
+            case SetLayout():
+                self.layouts.set_layout(body)
+            case CancelSwitch():
+                self.layouts.cancel(body)
+            case Shutdown():
+                self._stop_at = self._clock.now() + body.drain_s
+            case _:
+                raise ProtocolError(f"{type(body).__name__} is no message of a server")
+
+    def on_worker(self, device: int, body: Body) -> None:
+        """Messages of epochs that are over are dropped. Raises `ProtocolError` for one that no worker
+        sends."""
+        match body:
+            case StepResult():
+                self._on_result(body)
+            case DomainOpened():
+                self.layouts.on_opened(body)
+            case DomainProven():
+                self.layouts.on_proven(body)
+            case DomainClosed():
+                self.fleet.on_closed(body)
+            case DomainBroken():
+                domain = self.fleet.domains.get(body.epoch)
+                if domain is not None and domain.state != "failed":
+                    self._fail(domain, f"rank {body.rank} of {domain.placed}: {body.error}")
+            case WorkerHello():
+                for domain in self.fleet.on_hello(body):
+                    self._fail(domain, f"the worker of device {device} was replaced")
+            case _:
+                raise ProtocolError(f"{type(body).__name__} is no message of a worker")
+
+    def on_worker_gone(self, device: int, reason: str) -> None:
+        """The link to a worker is of no use any more."""
+        for domain in self.fleet.gone(device, reason):
+            self._fail(domain, reason)
+
+    # ------------------------------------------------------------ a turn
+
+    def turn(self) -> None:
+        """Do whatever can be done now."""
+        began = perf_counter()
+        now = self._clock.now()
+        self.book.expire(now)
+        self.fleet.check_timeouts()
+        self.layouts.advance()
+        self._admission.admit(self.book.waiting)
+        for domain, sharers in self._turns.order(self._live()):
+            while self._turns.may_plan(domain, sharers) and self._plan(domain, alone=not sharers):
+                pass
+        self.layouts.report_commits()
+        if self.layouts.started and not self._ready:
+            self._announce()
+        outputs = self.book.take_outputs()
+        if outputs is not None:
+            self.to_server.append(outputs)
+        if now >= self._next_snapshot_s:
+            self._next_snapshot_s = now + SNAPSHOT_S
+            self.to_server.append(self.snapshot())
+        if self._stop_at is not None:
+            self.finished = not self.book.live or now >= self._stop_at
+        self._cost.turn_took(perf_counter() - began)
+
+    def next_deadline(self) -> float:
+        """When the next turn is due though no message came."""
+        deadlines = [
+            self._next_snapshot_s,
+            self.book.next_deadline(),
+            self.layouts.next_deadline(),
+            self.fleet.next_timeout(),
+            self._stop_at,
+        ]
+        return min(deadline for deadline in deadlines if deadline is not None)
+
+    def snapshot(self) -> Snapshot:
+        return make_snapshot(
+            self.start,
+            self.fleet,
+            self.book,
+            time_s=self._clock.now(),
+            layout=str(self.layouts.observed.spec),
+            prefix=(self._admission.hits, self._admission.queries),
+            max_model_len=self.max_model_len,
+            step_engine_us=self._cost.median_us,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """The context to advertise: what the widest domain's quota holds. Static mode: of the layout in
+        force; dynamic mode: of the widest legal one."""
+        if self.start.mode == "dynamic":
+            widest = max((d for d in self.start.legal_degrees if d <= self.start.devices), default=1)
+        else:
+            widest = max(shape.devices for shape in self.layouts.observed.spec.shapes)
+        quota = quota_rule(self.pool.total, self.start.devices, self._cap)(widest)
+        return min(self._context, quota * self.start.arena.page_tokens)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if blocks, rows, requests or communicator slots do not add up. Any time."""
+        self.fleet.check_integrity()
+        self.pool.check_integrity(self.fleet.held_blocks())
+        placed = [r for d in self.fleet.domains.values() for r in (*d.running, *d.leaving)]
+        bound = {r for r in placed if r.detach is None or not r.detach.ends}
+        waiting = list(self.book.waiting)
+        if len(waiting) + len(bound) != len(self.book.live):
+            raise RuntimeError(
+                f"{len(self.book.live)} live requests, {len(waiting)} wait, {len(bound)} have a domain"
+            )
+        for request in (*waiting, *bound):
+            if self.book.live.get(request.id) is not request:
+                raise RuntimeError(f"request {request.id} is in a queue or domain and not alive")
+        if any(request.blocks or request.domain for request in waiting):
+            raise RuntimeError("a waiting request holds blocks or a domain")
+
+    # ------------------------------------------------------------ within
+
+    def _live(self) -> list[Domain]:
+        return list(self.fleet.live())
+
+    def _plan(self, domain: Domain, *, alone: bool) -> bool:
+        plan = self._scheduler.plan(domain, alone=alone)
+        if plan is None:
+            return False
+        for device in domain.devices:
+            self.to_workers.append((device, plan))
+        self._turns.planned(domain, domain.in_flight[-1])
+        return True
+
+    def _on_result(self, result: StepResult) -> None:
+        began = perf_counter()
+        domain = self.fleet.domains.get(result.epoch)
+        if domain is None or domain.state not in {"serving", "draining"}:
+            return
+        try:
+            record = self.book.complete(domain, result)
+        except ProtocolError as error:
+            self._fail(domain, str(error))
+            return
+        self.layouts.on_progress()
+        self._turns.completed(domain, record, result.seconds)
+        self.fleet.worked(domain, result.seconds)
+        if record.alone:
+            self._times.measured(domain.tp, record.decode_rows, record.prefill_tokens, result.seconds * 1e3)
+        self._cost.step_took(perf_counter() - began)
+
+    def _preempt(self, request: Request) -> None:
+        self.book.detach(request, Detach.PREEMPT)
+
+    def _fail(self, domain: Domain, error: str) -> None:
+        log.warning("domain %s (%s) failed: %s", domain.id, domain.placed, error)
+        self.fleet.fail(domain)
+        self.layouts.on_failed(domain, error)
+        self._next_snapshot_s = self._clock.now()
+
+    def _on_status(self, status: SwitchStatus) -> None:
+        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
+        self.to_server.append(status)
+        self._next_snapshot_s = self._clock.now()
+
+    def _announce(self) -> None:
+        self._ready = True
+        self.to_server.append(
+            EngineReady(
+                str(self.layouts.observed.spec), self.start.arena.pages, self.max_model_len,
+                self.start.legal_degrees,
+            )
+        )  # fmt: skip
+        self._next_snapshot_s = self._clock.now()

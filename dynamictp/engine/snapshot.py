@@ -1,0 +1,81 @@
+"""The engine's state as one message."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from dynamictp.engine.blocks import BlockPool
+from dynamictp.engine.fleet import Fleet
+from dynamictp.engine.requests import RequestBook
+from dynamictp.messages import DeviceStatus, EngineStart, Snapshot
+
+
+class StepCost:
+    """Engine time per step: handling the results plus the turn that follows, over the results of the turn."""
+
+    def __init__(self) -> None:
+        self._recent_us: deque[float] = deque(maxlen=128)
+        self._seconds = 0.0
+        self._steps = 0
+
+    def step_took(self, seconds: float) -> None:
+        self._seconds += seconds
+        self._steps += 1
+
+    def turn_took(self, seconds: float) -> None:
+        if self._steps:
+            self._recent_us.append((self._seconds + seconds) / self._steps * 1e6)
+            self._seconds, self._steps = 0.0, 0
+
+    @property
+    def median_us(self) -> float:
+        return median(self._recent_us) if self._recent_us else 0.0
+
+
+def make_snapshot(
+    start: EngineStart,
+    fleet: Fleet,
+    book: RequestBook,
+    *,
+    time_s: float,
+    layout: str,
+    prefix: tuple[int, int],
+    max_model_len: int,
+    step_engine_us: float,
+) -> Snapshot:
+    """`prefix`: tokens found in the prefix cache, and tokens looked for."""
+    pool = book.pool
+    statuses = tuple(domain.status(start.model, pool.heads) for domain in fleet.domains.values())
+    running = sum(status.running for status in statuses)
+    return Snapshot(
+        time_s,
+        layout,
+        len(book.waiting),
+        running,
+        rows_used=running,
+        domains=statuses,
+        devices=tuple(_device(device, start, pool, fleet) for device in range(start.devices)),
+        pages_free=pool.free * pool.heads,
+        pages_cached=pool.cached * pool.heads,
+        pages_total=pool.total * pool.heads,
+        prefix_hits=prefix[0],
+        prefix_queries=prefix[1],
+        preemptions=book.preemptions,
+        max_model_len=max_model_len,
+        step_engine_us=step_engine_us,
+    )
+
+
+def _device(device: int, start: EngineStart, pool: BlockPool, fleet: Fleet) -> DeviceStatus:
+    """Pages are accounted per device: a domain's are divided evenly over its devices."""
+    mine = [domain for domain in fleet.domains.values() if device in domain.devices]
+    serving = any(domain.state in {"serving", "draining"} for domain in mine)
+    return DeviceStatus(
+        device,
+        "serving" if serving else "standby",
+        tuple(domain.id for domain in mine),
+        kv_pages_used=sum(len(d.blocks) * pool.heads / len(d.devices) for d in mine),
+        kv_pages_total=pool.total * pool.heads / start.devices,
+        busy_s=fleet.busy_s[device],
+    )

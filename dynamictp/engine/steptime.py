@@ -1,0 +1,64 @@
+"""Predicted time of a step, per degree, from measured ones. Times in ms."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+_SAMPLES = 15
+_MIN_PREFILL_TOKENS = 16
+# Assumptions until the first steps are measured; they only bound the first chunks beside running streams.
+_DECODE_MS = 10.0
+_PREFILL_MS_PER_TOKEN = 1.0
+
+
+class _Median:
+    """Median of the last few samples; robust against the stalls of a shared machine."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+        self.value: float | None = None
+
+    def add(self, sample: float) -> None:
+        self._samples.append(sample)
+        self.value = median(self._samples)
+
+
+class StepTimes:
+    """Owner of the measured step times. Decode by rows (in powers of two), prefill per token."""
+
+    def __init__(self) -> None:
+        self._decode: dict[int, dict[int, _Median]] = {}
+        self._prefill: dict[int, _Median] = {}
+
+    def decode_ms(self, tp: int, rows: int) -> float:
+        """A step that decodes `rows` rows. Between and beyond measured sizes the nearest one counts."""
+        if not rows:
+            return 0.0
+        measured = self._decode.get(tp)
+        if not measured:
+            return _DECODE_MS
+        size = rows.bit_length()
+        return measured[min(measured, key=lambda known: abs(known - size))].value or _DECODE_MS
+
+    def prefill_ms(self, tp: int, tokens: int) -> float:
+        """What `tokens` tokens of prefill add to a step."""
+        known = self._prefill.get(tp)
+        per_token = _PREFILL_MS_PER_TOKEN / tp if known is None else known.value
+        return tokens * (_PREFILL_MS_PER_TOKEN if per_token is None else per_token)
+
+    def step_ms(self, tp: int, rows: int, prefill_tokens: int) -> float:
+        return self.decode_ms(tp, rows) + self.prefill_ms(tp, prefill_tokens)
+
+    def prefill_tokens(self, tp: int, rows: int, limit_ms: float) -> int:
+        """Tokens of prefill that fit a step of `limit_ms` beside `rows` decoding rows."""
+        left = limit_ms - self.decode_ms(tp, rows)
+        return max(0, int(left / max(1e-6, self.prefill_ms(tp, 1))))
+
+    def measured(self, tp: int, rows: int, prefill_tokens: int, ms: float) -> None:
+        """Learn from a step that ran alone on its devices."""
+        if not prefill_tokens:
+            self._decode.setdefault(tp, {}).setdefault(rows.bit_length(), _Median()).add(ms)
+        elif prefill_tokens >= _MIN_PREFILL_TOKENS:
+            share = max(0.0, ms - self.decode_ms(tp, rows)) / prefill_tokens
+            self._prefill.setdefault(tp, _Median()).add(share)

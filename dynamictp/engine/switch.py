@@ -1,0 +1,68 @@
+"""One switch: what it opens, revives and retires, and how long each phase took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynamictp.engine.domain import Domain
+from dynamictp.layout import Layout
+from dynamictp.messages import SwitchStatus
+
+Outcome = Literal["", "committed", "closed", "noop", "failed", "cancelled"]
+Phase = Literal["prepare", "proof", "commit", "drain", "close"]
+
+
+@dataclass(eq=False)
+class Switch:
+    """Owned by `LayoutManager`. `id` is empty for one of the engine's own: the first layout, or a failed
+    domain built again.
+
+    Phases run prepare → proof → commit (routing changes) → drain → close. `mark_s` is when the phase that
+    runs began.
+    """
+
+    id: str
+    source: Layout
+    target: Layout
+    reason: str
+    drain_deadline_s: float
+    mark_s: float
+    opening: list[Domain] = field(default_factory=list)
+    reviving: list[Domain] = field(default_factory=list)
+    retiring: list[Domain] = field(default_factory=list)
+    phase: Phase = "prepare"
+    outcome: Outcome = ""
+    opened: bool = False
+    """The members were told to open their domains."""
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    handovers: int = 0
+    recomputes: int = 0
+    weight_bytes_copied: int = 0
+    error: str | None = None
+
+    def finish_phase(self, name: str, now: float) -> None:
+        """The phase `name` ends and the next one begins."""
+        self.phases_ms[name] = (now - self.mark_s) * 1e3
+        self.mark_s = now
+
+    def retired(self, domain: Domain) -> None:
+        """A domain it retired is closed, failed or serves again."""
+        self.retiring.remove(domain)
+        self.handovers += domain.handovers
+        self.recomputes += domain.recomputes
+
+    def status(self) -> SwitchStatus:
+        return SwitchStatus(
+            self.id,
+            str(self.source.spec),
+            str(self.target.spec),
+            self.phase,
+            self.outcome,
+            dict(self.phases_ms),
+            self.handovers + sum(domain.handovers for domain in self.retiring),
+            self.recomputes + sum(domain.recomputes for domain in self.retiring),
+            self.weight_bytes_copied,
+            self.reason,
+            self.error,
+        )

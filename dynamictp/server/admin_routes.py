@@ -1,0 +1,162 @@
+"""The operator's endpoints: layout, switches, metrics."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dynamictp.errors import BadRequest
+from dynamictp.messages import DeviceStatus, DomainStatus, SwitchStatus
+from dynamictp.server.answers import envelope, json_response, read_body
+from dynamictp.server.fields import Fields, parse_object
+from dynamictp.server.metrics import CONTENT_TYPE
+from dynamictp.server.service import DeviceInfo, Service
+from dynamictp.server.switches import Wait, check_layout, describe
+
+MAX_DRAIN_S = 86_400.0
+
+
+class AdminRoutes:
+    """Endpoints over one `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/admin/layout", self.layout, methods=["GET"]),
+            Route("/admin/layout", self.set_layout, methods=["PUT"]),
+            Route("/admin/switches/{id}", self.switch, methods=["GET"]),
+            Route("/admin/switches/{id}", self.cancel_switch, methods=["DELETE"]),
+        ]
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def layout(self, request: Request) -> Response:
+        service = self._service
+        snapshot, board = service.client.snapshot, service.switches
+        in_flight = board.in_flight
+        devices = service.device_info()
+        return json_response(
+            {
+                "mode": service.mode,
+                "pinned": board.pinned,
+                "target": board.target or service.observed,
+                "observed": service.observed,
+                "waiting": snapshot.waiting if snapshot else 0,
+                "switch": describe(in_flight) if in_flight else None,
+                "domains": [_domain(d, service.model) for d in snapshot.domains] if snapshot else [],
+                "devices": [
+                    _device(d, snapshot.domains, devices.get(d.id, DeviceInfo())) for d in snapshot.devices
+                ]
+                if snapshot
+                else [],
+            }
+        )
+
+    async def set_layout(self, request: Request) -> Response:
+        service, board = self._service, self._service.switches
+        fields = Fields(parse_object(await read_body(request, service.body_limit_bytes)))
+        fields.require("layout", "a layout such as tp2, or auto")
+        text = fields.text("layout") or ""
+        until = cast(Wait, fields.choice("wait", ("none", "commit", "closed"), "commit"))
+        ramp = fields.flag("ramp")
+        drain_s = fields.number("drain_deadline_s", 0, MAX_DRAIN_S) or 0.0
+        fields.finish()
+        if text.strip() == "auto":
+            return self._unpin()
+        spec = check_layout(text, self._degrees(), service.devices, service.model)
+        service.client.check_room(0)
+        status = board.start(spec, service.observed, service.client.send, ramp=ramp, drain_deadline_s=drain_s)
+        board.pinned = service.mode != "static"
+        if until == "none":
+            return json_response({"switch": describe(status)}, 202)
+        return _answer(await board.wait(status.switch_id, until, service.switch_wait_s), status.switch_id)
+
+    async def switch(self, request: Request) -> Response:
+        return json_response({"switch": describe(self._service.switches.get(request.path_params["id"]))})
+
+    async def cancel_switch(self, request: Request) -> Response:
+        service, switch_id = self._service, request.path_params["id"]
+        service.switches.cancel(switch_id, service.client.send)
+        status = await service.switches.wait(switch_id, "commit", service.switch_wait_s)
+        if status is None:
+            return _answer(None, switch_id)
+        if status.outcome not in ("cancelled", "failed"):
+            message = f"switch {switch_id} committed before it could be cancelled"
+            body = envelope(message, "conflict_error", code="switch_conflict")
+            return json_response({**body, "switch": describe(status)}, 409)
+        return json_response({"switch": describe(status)})
+
+    def _unpin(self) -> Response:
+        """Hand the layout back to the planner."""
+        service = self._service
+        if service.mode != "dynamic":
+            raise BadRequest(
+                f"'auto' gives the layout to the planner, and mode {service.mode} has none that acts; "
+                "name a layout, or start the server with --mode dynamic",
+                param="layout",
+            )
+        service.switches.pinned = False
+        service.switches.target = None
+        observed = service.observed
+        noop = SwitchStatus("", observed, observed, "", "noop")
+        return json_response({"switch": describe(noop), "pinned": False})
+
+    def _degrees(self) -> tuple[int, ...]:
+        engine = self._service.client.engine
+        return (engine.legal_degrees if engine else ()) or self._service.legal_degrees
+
+
+def _answer(status: SwitchStatus | None, switch_id: str) -> Response:
+    """The answer to a wait; None when the time was up first."""
+    if status is None:
+        message = f"switch {switch_id} goes on; look at /admin/switches/{switch_id}"
+        body = envelope(message, "timeout_error", code="switch_wait_timeout")
+        return json_response({**body, "switch": {"id": switch_id}}, 504)
+    switch = describe(status)
+    if status.outcome == "failed":
+        message = f"switch {switch_id} failed: {status.error or 'no reason given'}"
+        return json_response(
+            {**envelope(message, "server_error", code="switch_failed"), "switch": switch}, 500
+        )
+    if status.outcome == "cancelled":
+        message = f"switch {switch_id} was cancelled"
+        return json_response(
+            {**envelope(message, "conflict_error", code="switch_cancelled"), "switch": switch}, 409
+        )
+    return json_response({"switch": switch})
+
+
+def _domain(domain: DomainStatus, model: str) -> dict[str, Any]:
+    return {
+        "id": domain.id,
+        "epoch": domain.epoch,
+        "model": domain.model or model,
+        "tp": domain.tp,
+        "pp": domain.pp,
+        "devices": domain.devices,
+        "state": domain.state,
+        "running": domain.running,
+        "kv_pages_used": domain.kv_pages_used,
+        "kv_pages_cap": domain.kv_pages_cap,
+    }
+
+
+def _device(device: DeviceStatus, domains: tuple[DomainStatus, ...], info: DeviceInfo) -> dict[str, Any]:
+    """`domain` is the one that takes new requests, when a draining one shares the device."""
+    serving = {domain.id for domain in domains if domain.state == "serving"}
+    chosen = next((d for d in device.domains if d in serving), device.domains[0] if device.domains else None)
+    return {
+        "id": device.id,
+        "state": device.state,
+        "cores": info.cores,
+        "pid": info.pid,
+        "domain": chosen,
+        "domains": device.domains,
+    }

@@ -1,0 +1,106 @@
+"""The HTTP application: routes, the error envelope, request ids."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import dynamictp
+from dynamictp.errors import CapacityError, DynamicTPError
+from dynamictp.server.admin_routes import AdminRoutes
+from dynamictp.server.answers import json_response, on_error
+from dynamictp.server.openai_routes import OpenAIRoutes
+from dynamictp.server.service import Service
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def create_app(service: Service, *, api: bool = True, admin: bool = True) -> FastAPI:
+    """The application of one server. Without `api` or `admin` those routes do not exist: an admin port of
+    its own serves `api=False`.
+    """
+
+    async def health(request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        if service.client.failure is not None:
+            raise CapacityError(f"the engine has failed: {service.client.failure}", retry_after_s=10)
+        if not service.client.is_ready:
+            raise CapacityError("the engine is not ready yet")
+        return json_response({"status": "ready", "layout": service.observed})
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": dynamictp.__version__})
+
+    routes = [
+        Route("/health", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        *(OpenAIRoutes(service).routes() if api else ()),
+        *(AdminRoutes(service).routes() if admin else ()),
+    ]
+    app = FastAPI(
+        title="DynamicTP",
+        version=dynamictp.__version__,
+        routes=_merge_methods(routes),
+        redirect_slashes=False,
+        # The interactive pages load scripts from outside; a server of models must work without a network.
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    for kind in (DynamicTPError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_middleware(RequestIds)
+    return app
+
+
+def _merge_methods(routes: list[Route]) -> list[BaseRoute]:
+    """One route per path, so that a wrong method is told all the right ones."""
+    by_path: dict[str, list[Route]] = {}
+    for route in routes:
+        by_path.setdefault(route.path, []).append(route)
+    return [group[0] if len(group) == 1 else _dispatch(group) for group in by_path.values()]
+
+
+def _dispatch(group: list[Route]) -> Route:
+    endpoints = {method: route.endpoint for route in group for method in route.methods or ()}
+
+    async def by_method(request: Request) -> Response:
+        response: Response = await endpoints[request.method](request)
+        return response
+
+    return Route(group[0].path, by_method, methods=list(endpoints))
+
+
+class RequestIds:
+    """Gives every answer an `x-request-id`: the client's, if it is a plain token, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        # Logs carry the id that the client sees.
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,387 @@
+"""The server's side of the engine: live requests, exactly-once tokens, the latest snapshot.
+
+Everything here runs in the event loop's thread. The client owns the prompt and the emitted tokens of every
+live request, so that a restarted engine gets them again (`resubmit_all`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from dynamictp.clock import Clock
+from dynamictp.errors import CapacityError, DomainError, ProtocolError
+from dynamictp.messages import (
+    Body,
+    CancelRequest,
+    EngineReady,
+    Outputs,
+    PromptLogprobs,
+    RequestEnd,
+    SamplingParams,
+    ServedBy,
+    Snapshot,
+    SubmitRequest,
+    SwitchStatus,
+    TokenEvent,
+    WorkerLost,
+)
+from dynamictp.server.metrics import Metrics
+from dynamictp.transport import Link, ZmqLink
+
+log = logging.getLogger(__name__)
+
+_M = TypeVar("_M")
+
+MESSAGES_PER_TURN = 64
+"""Messages handled before other tasks of the event loop get their turn."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why a request will get no more tokens. `status` is an HTTP status, for reason `error`."""
+
+    reason: Literal["stop", "length", "error"]
+    cached_tokens: int = 0
+    message: str = ""
+    status: int = 500
+
+
+class Sink(Protocol):
+    """Receives one request's output, in order, in the event loop's thread. Must not block or raise."""
+
+    def on_token(self, event: TokenEvent) -> bool:
+        """True when the request needs no further token: it is then cancelled in the engine."""
+        ...
+
+    def on_prompt_logprobs(self, part: PromptLogprobs) -> None: ...
+
+    def on_end(self, end: Ended) -> None: ...
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request in the engine. `emitted` holds every output token the sink was given."""
+
+    request_id: str
+    prompt: bytes
+    prompt_len: int
+    sampling: SamplingParams
+    arrival_s: float
+    priority: int
+    sink: Sink
+    attempt: int = 1
+    emitted: array[int] = field(default_factory=lambda: array("I"))
+    past: ServedBy | None = None
+    """What earlier attempts went through."""
+    served: ServedBy | None = None
+    last_token_s: float = 0.0
+
+
+class EngineClient:
+    """Owner of the live requests. `attach` gives it a link; `wake` tells it that a message is there
+    (only for links without a socket).
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        metrics: Metrics,
+        *,
+        max_live: int = 4096,
+        on_switch: Callable[[SwitchStatus], None],
+        on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
+    ) -> None:
+        """`max_live` bounds the requests held at once; more are refused with a 429."""
+        self._clock = clock
+        self._metrics = metrics
+        self._max_live = max_live
+        self._on_switch = on_switch
+        self._on_worker_lost = on_worker_lost
+        self._live: dict[str, LiveRequest] = {}
+        self._link: Link | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader: int | None = None
+        self._woken = False
+        self._ready = asyncio.Event()
+        self.engine: EngineReady | None = None
+        """What the engine said when it was last ready; None before the first time."""
+        self.snapshot: Snapshot | None = None
+        self.failure: str | None = None
+        """Why the engine will not come back."""
+        self.dropped_events = 0
+        """Token events that were late, repeated or out of order."""
+        self.on_link_lost: Callable[[str], None] = lambda reason: None
+        """Called when the link broke; the supervisor then restarts the engine and attaches again."""
+
+    # ------------------------------------------------------------ link
+
+    def attach(self, link: Link) -> None:
+        """Take messages from `link` from now on. Called in the event loop; replaces an earlier link."""
+        self.detach()
+        self._loop = asyncio.get_running_loop()
+        self._link = link
+        if isinstance(link, ZmqLink):
+            # A DEALER whose peer is gone would block the event loop: fail the send instead.
+            link.socket.setsockopt(zmq.SNDTIMEO, 0)
+            descriptor = link.socket.getsockopt(zmq.FD)
+            assert isinstance(descriptor, int)
+            self._reader = descriptor
+            self._loop.add_reader(self._reader, self._drain)
+        self._loop.call_soon(self._drain)
+
+    def detach(self) -> None:
+        """Stop using the link (the caller closes it). Live requests are kept."""
+        if self._reader is not None and self._loop is not None:
+            self._loop.remove_reader(self._reader)
+        self._reader, self._link = None, None
+        self._ready.clear()
+
+    def wake(self) -> None:
+        """A message has arrived on a link without a socket. Callable from any thread."""
+        if self._loop is not None and not self._woken and not self._loop.is_closed():
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def send(self, body: Body) -> bool:
+        """Hand a message to the engine. False when there is none; live requests then wait for the next."""
+        if self._link is None:
+            return False
+        try:
+            self._link.send(body)
+        except (DomainError, zmq.ZMQError) as error:
+            self._lose(f"the engine does not take messages: {error}")
+            return False
+        self._recheck()
+        return True
+
+    def _recheck(self) -> None:
+        """ZeroMQ's descriptor signals edges, and any call on the socket may swallow one: look again."""
+        if isinstance(self._link, ZmqLink) and self._loop is not None:
+            events = self._link.socket.getsockopt(zmq.EVENTS)
+            if isinstance(events, int) and events & zmq.POLLIN:
+                self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._woken = False
+        for _ in range(MESSAGES_PER_TURN):
+            if self._link is None:
+                return
+            try:
+                body = self._link.receive()
+            except (ProtocolError, zmq.ZMQError) as error:
+                self._lose(f"the link to the engine broke: {error}")
+                return
+            if body is None:
+                return
+            self._handle(body)
+        if self._loop is not None:
+            self._loop.call_soon(self._drain)
+
+    def _lose(self, reason: str) -> None:
+        log.error("%s", reason)
+        self.detach()
+        self.on_link_lost(reason)
+
+    # ------------------------------------------------------------ engine state
+
+    @property
+    def is_ready(self) -> bool:
+        """An engine is attached and serves."""
+        return self._ready.is_set()
+
+    async def wait_ready(self) -> EngineReady:
+        """Returns once the engine serves."""
+        await self._ready.wait()
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence (prompt + output) that is served now, in tokens; 0 before the engine is ready."""
+        if self.snapshot is not None and self.snapshot.max_model_len:
+            return self.snapshot.max_model_len
+        return self.engine.max_model_len if self.engine is not None else 0
+
+    @property
+    def live(self) -> int:
+        """Requests in the engine."""
+        return len(self._live)
+
+    # ------------------------------------------------------------ requests
+
+    def check_room(self, count: int) -> None:
+        """Raises `CapacityError` when `count` more requests can't be taken."""
+        if self.failure is not None:
+            raise CapacityError(f"the engine has failed: {self.failure}", retry_after_s=10)
+        if self.engine is None:
+            raise CapacityError("the model is still loading; try again when /ready answers 200")
+        if len(self._live) + count > self._max_live:
+            raise CapacityError(
+                f"{len(self._live)} requests are waiting or running, the limit is {self._max_live}",
+                status=429,
+            )
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        sink: Sink,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+    ) -> LiveRequest:
+        """Start a request. While the engine restarts it is held and sent by `resubmit_all`."""
+        live = LiveRequest(
+            request_id, array("I", prompt).tobytes(), len(prompt), sampling, arrival_s, priority, sink
+        )
+        self._live[request_id] = live
+        self._send_request(live)
+        return live
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request; nothing more reaches its sink. Unknown ids are fine: it had ended."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self.send(CancelRequest(request_id, live.attempt))
+
+    def resubmit_all(self) -> None:
+        """After an engine restart: send every live request again, with what it emitted, as a new attempt."""
+        for live in list(self._live.values()):
+            live.attempt += 1
+            live.past, live.served = merge_served(live.past, live.served), None
+            if live.past is not None:
+                live.past = msgspec.structs.replace(live.past, recomputes=live.past.recomputes + 1)
+            if len(live.emitted) >= live.sampling.max_tokens:
+                self._retire(live, Ended("length"))
+            elif live.emitted and live.emitted[-1] in live.sampling.stop_ids:
+                self._retire(live, Ended("stop"))
+            else:
+                self._send_request(live)
+
+    def fail_all(self, message: str) -> None:
+        """The engine will not come back: end every live request with a 503."""
+        self.failure = message
+        self._ready.clear()
+        for live in list(self._live.values()):
+            self._retire(live, Ended("error", message=message, status=503))
+
+    def _send_request(self, live: LiveRequest) -> None:
+        self.send(
+            SubmitRequest(
+                request_id=live.request_id,
+                attempt=live.attempt,
+                tokens=live.prompt + live.emitted.tobytes(),
+                prompt_len=live.prompt_len,
+                sampling=live.sampling,
+                arrival_s=live.arrival_s,
+                priority=live.priority,
+            )
+        )
+
+    # ------------------------------------------------------------ engine → server
+
+    def _handle(self, body: Body) -> None:
+        match body:
+            case Outputs():
+                self._on_outputs(body)
+            case Snapshot():
+                self.snapshot = body
+                self._metrics.on_snapshot(body)
+            case SwitchStatus():
+                self._metrics.on_switch(body)
+                self._on_switch(body)
+            case EngineReady():
+                self.engine = body
+                self.failure = None
+                self._ready.set()
+            case WorkerLost():
+                self._on_worker_lost(body)
+            case _:
+                log.warning("the engine sent a message that is not for the server: %s", type(body).__name__)
+
+    def _on_outputs(self, outputs: Outputs) -> None:
+        now = self._clock.now()
+        for part in outputs.prompts:
+            live = self._current(part)
+            if live is not None:
+                self._guarded(live, live.sink.on_prompt_logprobs, part)
+        for event in outputs.tokens:
+            self._on_token(event, now)
+        for end in outputs.ends:
+            self._on_end(end)
+
+    def _current(self, message: PromptLogprobs | TokenEvent | RequestEnd) -> LiveRequest | None:
+        live = self._live.get(message.request_id)
+        return live if live is not None and message.attempt == live.attempt else None
+
+    def _on_token(self, event: TokenEvent, now: float) -> None:
+        live = self._current(event)
+        if live is None or event.position != len(live.emitted):
+            self.dropped_events += 1
+            return
+        live.emitted.append(event.token)
+        live.served = event.served
+        since = live.last_token_s if event.position else live.arrival_s
+        self._metrics.on_token(event.served.domain, now - since, first=event.position == 0)
+        live.last_token_s = now
+        if self._guarded(live, live.sink.on_token, event):
+            self.send(CancelRequest(live.request_id, live.attempt))
+            self._forget(live, "stop")
+
+    def _on_end(self, end: RequestEnd) -> None:
+        live = self._current(end)
+        if live is None:
+            return
+        match end.reason:
+            case "error":
+                ended = Ended("error", message=end.error or "the engine failed this request")
+            case "cancelled":
+                ended = Ended("error", message="the server is stopping", status=503)
+            case reason if end.tokens > len(live.emitted):
+                ended = Ended("error", message=f"tokens were lost before '{reason}'; try again")
+            case reason:
+                ended = Ended(reason, end.cached_tokens)
+        self._retire(live, ended)
+
+    def _retire(self, live: LiveRequest, ended: Ended) -> None:
+        self._forget(live, ended.reason)
+        self._guarded(live, live.sink.on_end, ended)
+
+    def _forget(self, live: LiveRequest, reason: str) -> None:
+        if self._live.pop(live.request_id, None) is not None and reason != "error":
+            tp = live.served.tp if live.served is not None else 0
+            self._metrics.on_finish(reason, tp, self._clock.now() - live.arrival_s)
+
+    def _guarded(self, live: LiveRequest, call: Callable[[_M], bool | None], message: _M) -> bool:
+        """One request's failing must not reach the others: it ends alone, with a 500."""
+        try:
+            return bool(call(message))
+        except Exception:
+            log.exception("request %s: its output could not be handled", live.request_id)
+            if self._live.pop(live.request_id, None) is not None:
+                self.send(CancelRequest(live.request_id, live.attempt))
+                live.sink.on_end(Ended("error", message="internal error while producing the output"))
+            return False
+
+
+def merge_served(past: ServedBy | None, served: ServedBy | None) -> ServedBy | None:
+    """What a request went through over two attempts; the place is that of the later one."""
+    if past is None or served is None:
+        return served if past is None else past
+    return ServedBy(
+        domain=served.domain,
+        tp=served.tp,
+        tp_min=min(past.tp_min, served.tp_min),
+        tp_max=max(past.tp_max, served.tp_max),
+        handovers=past.handovers + served.handovers,
+        recomputes=past.recomputes + served.recomputes,
+    )

@@ -1,0 +1,150 @@
+"""All choices of one HTTP request: submitted together, awaited together, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamictp.errors import DynamicTPError
+from dynamictp.messages import SamplingParams
+from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.server.choice import Choice, TextRules
+from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.schema import PromptTokensDetails, Served, ServedChoice, Usage
+
+SEEDS = 1 << 63
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A prompt as text and token ids. `seed` is that of the prompt's first choice; others count on."""
+
+    text: str
+    ids: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+    rules: TextRules
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to generate. Choice `p·n + i` is the i-th of prompt p."""
+
+    id: str
+    prompts: tuple[PromptTokens, ...]
+    n: int
+    stream: bool
+    priority: int
+    arrival_s: float
+
+
+class GenerationFailed(DynamicTPError):
+    """The engine gave a request up. `status` is the HTTP status if the answer has not begun yet."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+class Generation:
+    """Owner of a job's choices. Used by one task; `wake` may come from anywhere in the event loop."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, job: Job) -> None:
+        self._client = client
+        self.job = job
+        self._changed = asyncio.Event()
+        self._abandoned = False
+        self.choices: tuple[Choice, ...] = tuple(
+            Choice(
+                f"{job.id}-{p * job.n + i}",
+                tokenizer,
+                prompt.rules,
+                wake=self._changed.set,
+                wake_on_token=job.stream,
+            )
+            for p, prompt in enumerate(job.prompts)
+            for i in range(job.n)
+        )
+
+    def prompt_of(self, index: int) -> PromptTokens:
+        """The prompt of choice `index`."""
+        return self.job.prompts[index // self.job.n]
+
+    def start(self) -> None:
+        """Submit every choice. Raises `CapacityError`, then none was."""
+        self._client.check_room(len(self.choices))
+        for index, choice in enumerate(self.choices):
+            prompt = self.prompt_of(index)
+            seed = (prompt.seed + index % self.job.n) % SEEDS
+            self._client.submit(
+                choice.request_id,
+                prompt.ids,
+                msgspec.structs.replace(prompt.sampling, seed=seed),
+                choice,
+                arrival_s=self.job.arrival_s,
+                priority=self.job.priority,
+            )
+
+    def abandon(self) -> None:
+        """The HTTP client has gone: wakes the waiting task."""
+        self._abandoned = True
+        self._changed.set()
+
+    @property
+    def abandoned(self) -> bool:
+        return self._abandoned
+
+    def cancel(self) -> None:
+        """End what still runs. May be called at any time, also twice."""
+        for choice in self.choices:
+            if not choice.ended:
+                self._client.cancel(choice.request_id)
+
+    async def changed(self) -> None:
+        """Returns when a choice may have something new, or the client has gone. Raises `GenerationFailed`."""
+        await self._changed.wait()
+        self._changed.clear()
+        for choice in self.choices:
+            if choice.failure is not None:
+                raise GenerationFailed(choice.failure.message, choice.failure.status)
+
+    @property
+    def started(self) -> bool:
+        """Some choice has its first token."""
+        return any(choice.started for choice in self.choices)
+
+    @property
+    def ended(self) -> bool:
+        return all(choice.ended for choice in self.choices)
+
+    def usage(self) -> Usage:
+        """Token counts; a prompt counts once, however many choices it has."""
+        prompt = sum(len(p.ids) for p in self.job.prompts)
+        completion = sum(choice.completion_tokens for choice in self.choices)
+        cached = sum(choice.cached_tokens for choice in self.choices[:: self.job.n])
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    def served(self) -> Served:
+        return Served([served_choice(choice) for choice in self.choices])
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Where the first choice that started runs."""
+        for choice in self.choices:
+            if choice.served is not None:
+                return [
+                    (b"x-dynamictp-domain", choice.served.domain.encode()),
+                    (b"x-dynamictp-tp", str(choice.served.tp).encode()),
+                ]
+        return []
+
+
+def served_choice(choice: Choice) -> ServedChoice | None:
+    served = choice.served
+    if served is None:
+        return None
+    return ServedChoice(
+        served.domain, served.tp, served.tp_min, served.tp_max, served.handovers, served.recomputes
+    )

@@ -1,0 +1,105 @@
+"""The OpenAI-compatible endpoints, and tokenizing by HTTP."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dynamictp.server.answers import json_response, read_body
+from dynamictp.server.fields import parse_object
+from dynamictp.server.generation import Generation
+from dynamictp.server.prompts import chat_job, chat_tokens, completion_job, text_tokens
+from dynamictp.server.render import ChatRenderer, CompletionRenderer
+from dynamictp.server.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from dynamictp.server.responses import GenerationResponse
+from dynamictp.server.service import Service
+
+
+class OpenAIRoutes:
+    """Endpoints over one `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return json_response(self._card())
+
+    async def completions(self, request: Request) -> Response:
+        service, arrival_s = self._service, self._service.clock.now()
+        parsed = parse_completion(await self._body(request), service.facts.vocab, service.defaults)
+        service.check_model(parsed.common.model)
+        generation = Generation(
+            service.client, service.tokenizer, await completion_job(service, parsed, arrival_s)
+        )
+        renderer = CompletionRenderer(
+            generation,
+            service.tokenizer,
+            model=service.model,
+            created=int(time.time()),
+            echo=parsed.echo,
+            logprobs=parsed.logprobs is not None,
+            return_token_ids=parsed.common.return_token_ids,
+            include_usage=parsed.common.include_usage,
+        )
+        return GenerationResponse(generation, renderer, include_usage=parsed.common.include_usage)
+
+    async def chat(self, request: Request) -> Response:
+        service, arrival_s = self._service, self._service.clock.now()
+        parsed = parse_chat(await self._body(request), service.facts.vocab, service.defaults)
+        service.check_model(parsed.common.model)
+        generation = Generation(service.client, service.tokenizer, await chat_job(service, parsed, arrival_s))
+        renderer = ChatRenderer(
+            generation,
+            service.tokenizer,
+            model=service.model,
+            created=int(time.time()),
+            logprobs=parsed.logprobs is not None,
+            return_token_ids=parsed.common.return_token_ids,
+            include_usage=parsed.common.include_usage,
+        )
+        return GenerationResponse(generation, renderer, include_usage=parsed.common.include_usage)
+
+    async def tokenize(self, request: Request) -> Response:
+        parsed = parse_tokenize(await self._body(request))
+        self._service.check_model(parsed.model)
+        if isinstance(parsed.prompt, str):
+            tokens = await text_tokens(self._service, parsed.prompt, parsed.add_special_tokens)
+        else:
+            _, tokens = await chat_tokens(self._service, parsed.prompt)
+        context = self._service.client.max_model_len or self._service.facts.max_context
+        return json_response({"count": len(tokens), "max_model_len": context, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        tokens, skip = parse_detokenize(await self._body(request), self._service.facts.vocab)
+        return json_response({"prompt": self._service.tokenizer.decode(tokens, skip_special_tokens=skip)})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return parse_object(await read_body(request, self._service.body_limit_bytes))
+
+    def _card(self) -> dict[str, Any]:
+        service = self._service
+        return {
+            "id": service.model,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "dynamictp",
+            "max_model_len": service.client.max_model_len or service.facts.max_context,
+        }

@@ -1,0 +1,129 @@
+"""Requests → jobs: template, tokens, length checks, seeds, sampling parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+from dynamictp.messages import SamplingParams
+from dynamictp.server.choice import TextRules
+from dynamictp.server.generation import SEEDS, Job, PromptTokens
+from dynamictp.server.requests import ChatPrompt, ChatRequest, Common, CompletionRequest
+from dynamictp.server.service import Service
+from dynamictp.server.stop import StopSet
+
+INLINE_CHARS = 4096
+"""Longer texts are tokenized in a thread: about 2 ms is what the event loop's other streams may wait."""
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What all prompts of a request share. `default` None: the output may take the rest of the context."""
+
+    common: Common
+    stops: StopSet
+    default: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+
+
+async def completion_job(service: Service, request: CompletionRequest, arrival_s: float) -> Job:
+    """Raises `BadRequest`, `CapacityError`."""
+    common = request.common
+    scored = request.logprobs if request.echo else None
+    recipe = _Recipe(common, StopSet(common.stop), DEFAULT_COMPLETION_TOKENS, request.logprobs, scored)
+    prompts = []
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            text, ids = prompt, await _encode(service, prompt, request.add_special_tokens)
+        else:
+            ids = prompt
+            text = service.tokenizer.decode(ids, common.skip_special_tokens) if request.echo else ""
+        prompts.append(_prompt_tokens(service, recipe, text, ids))
+    return _job(service, "cmpl", common, tuple(prompts), arrival_s)
+
+
+async def chat_job(service: Service, request: ChatRequest, arrival_s: float) -> Job:
+    """Raises `BadRequest`, `CapacityError`."""
+    text, ids = await chat_tokens(service, request.prompt)
+    recipe = _Recipe(request.common, StopSet(request.common.stop), None, request.logprobs)
+    prompt = _prompt_tokens(service, recipe, text, ids)
+    return _job(service, "chatcmpl", request.common, (prompt,), arrival_s)
+
+
+async def chat_tokens(service: Service, prompt: ChatPrompt) -> tuple[str, tuple[int, ...]]:
+    """The prompt text that the template makes of the messages, and its tokens. Raises `BadRequest`."""
+
+    def render() -> tuple[str, tuple[int, ...]]:
+        text = service.template.render(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            **prompt.template_kwargs,
+        )
+        return text, tuple(service.tokenizer.encode(text, prompt.add_special_tokens))
+
+    if sum(len(message["content"]) for message in prompt.messages) > INLINE_CHARS:
+        return await asyncio.to_thread(render)
+    return render()
+
+
+async def text_tokens(service: Service, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    """Token ids of a text. Raises `BadRequest`."""
+    return await _encode(service, text, add_special_tokens)
+
+
+async def _encode(service: Service, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    if len(text) > INLINE_CHARS:
+        return tuple(await asyncio.to_thread(service.tokenizer.encode, text, add_special_tokens))
+    return tuple(service.tokenizer.encode(text, add_special_tokens))
+
+
+def _prompt_tokens(service: Service, recipe: _Recipe, text: str, ids: tuple[int, ...]) -> PromptTokens:
+    common = recipe.common
+    max_tokens = service.max_tokens(common.max_tokens, recipe.default, len(ids), common.max_tokens_field)
+    eos = () if common.ignore_eos else service.tokenizer.eos_ids
+    stop_ids = tuple(sorted({*common.stop_token_ids, *eos}))
+    min_tokens = min(common.min_tokens, max_tokens)
+    sampling = SamplingParams(
+        seed=0,
+        max_tokens=max(1, max_tokens),
+        temperature=common.temperature,
+        top_p=common.top_p,
+        top_k=common.top_k,
+        min_p=common.min_p,
+        presence_penalty=common.presence_penalty,
+        frequency_penalty=common.frequency_penalty,
+        repetition_penalty=common.repetition_penalty,
+        min_tokens=min_tokens,
+        stop_ids=stop_ids,
+        logprobs=recipe.logprobs,
+        prompt_logprobs=recipe.prompt_logprobs,
+        logit_bias=common.logit_bias,
+    )
+    rules = TextRules(
+        stops=recipe.stops,
+        stop_ids=frozenset(stop_ids),
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        include_stop=common.include_stop,
+        skip_special_tokens=common.skip_special_tokens,
+    )
+    seed = secrets.randbelow(SEEDS) if common.seed is None else common.seed % SEEDS
+    return PromptTokens(text, ids, seed, sampling, rules)
+
+
+def _job(
+    service: Service, kind: str, common: Common, prompts: tuple[PromptTokens, ...], arrival_s: float
+) -> Job:
+    return Job(
+        id=f"{kind}-{secrets.token_hex(12)}",
+        prompts=prompts,
+        n=common.n,
+        stream=common.stream,
+        # A client may only lower its priority; without keys, the key's is 0.
+        priority=min(common.priority, 0),
+        arrival_s=arrival_s,
+    )

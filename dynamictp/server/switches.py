@@ -1,0 +1,156 @@
+"""Layout switches as the server sees them: validation, the one in flight, waiting for an outcome.
+
+The engine owns the observed layout; this board keeps what it reported, and the layout that was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from dynamictp.errors import CapacityError, LayoutRefused, NotFound, SwitchConflict
+from dynamictp.layout import LayoutSpec, legal_specs, place
+from dynamictp.messages import Body, CancelSwitch, SetLayout, SwitchStatus
+
+MAX_LAYOUT_CHARS = 256
+MAX_SWITCHES = 256
+"""Switches remembered for `GET /admin/switches/{id}`."""
+
+Wait = Literal["none", "commit", "closed"]
+_ENDED = ("closed", "noop", "failed", "cancelled")
+
+
+def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) -> LayoutSpec:
+    """The layout that `text` asks for. Raises `LayoutRefused`, which lists the legal ones."""
+    legal = tuple(map(str, legal_specs(degrees, devices)))
+    listing = f"; legal layouts: {', '.join(legal)}"
+    if len(text) > MAX_LAYOUT_CHARS:
+        raise LayoutRefused(f"a layout has at most {MAX_LAYOUT_CHARS} characters{listing}", legal=legal)
+    try:
+        spec = LayoutSpec.parse(text)
+        for shape in spec.shapes:
+            if shape.pp > 1:
+                raise LayoutRefused(f"{shape}: pipeline stages (pp > 1) are not supported yet")
+            if shape.model not in ("", model):
+                raise LayoutRefused(f"{shape}: the model here is '{model}'")
+            if shape.tp not in degrees:
+                known = ", ".join(map(str, degrees))
+                raise LayoutRefused(f"{shape}: this model on this node can be served at degree {known}")
+        place(spec, devices, ())
+    except LayoutRefused as error:
+        raise LayoutRefused(error.message + listing, legal=legal) from error
+    return spec
+
+
+def describe(status: SwitchStatus) -> dict[str, object]:
+    """A switch as the admin API shows it."""
+    return {
+        "id": status.switch_id,
+        "from": status.from_layout,
+        "to": status.to_layout,
+        "phase": status.phase,
+        "outcome": status.outcome,
+        "phases_ms": status.phases_ms,
+        "handovers": status.handovers,
+        "recomputes": status.recomputes,
+        "weight_bytes_copied": status.weight_bytes_copied,
+        "reason": status.reason,
+        "error": status.error,
+    }
+
+
+class SwitchBoard:
+    """Owner of the requested layout and of what is known about each switch."""
+
+    def __init__(self, incarnation: str) -> None:
+        """`incarnation` leads the switch ids, so that a restarted server never uses one again."""
+        self._incarnation = incarnation
+        self._switches: dict[str, SwitchStatus] = {}
+        self._changed = asyncio.Event()
+        self._numbers = 0
+        self.target: str | None = None
+        """The layout last asked for by hand, None before the first."""
+        self.pinned = False
+
+    @property
+    def in_flight(self) -> SwitchStatus | None:
+        """The switch that has no outcome yet."""
+        return next((s for s in reversed(self._switches.values()) if not s.outcome), None)
+
+    def get(self, switch_id: str) -> SwitchStatus:
+        """Raises `NotFound`."""
+        try:
+            return self._switches[switch_id]
+        except KeyError:
+            raise NotFound(f"there is no switch '{switch_id}'", code="switch_not_found") from None
+
+    def on_status(self, status: SwitchStatus) -> None:
+        """The engine reported progress."""
+        self._switches[status.switch_id] = status
+        while len(self._switches) > MAX_SWITCHES:
+            self._switches.pop(next(iter(self._switches)))
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def engine_lost(self) -> None:
+        """A crash in any phase ends in the last committed layout: what had not committed has failed."""
+        for status in list(self._switches.values()):
+            if not status.outcome:
+                self.on_status(
+                    msgspec.structs.replace(status, outcome="failed", error="the engine restarted")
+                )
+
+    def start(
+        self,
+        spec: LayoutSpec,
+        observed: str,
+        send: Callable[[Body], bool],
+        *,
+        ramp: bool = False,
+        drain_deadline_s: float = 0.0,
+    ) -> SwitchStatus:
+        """Command a switch. Raises `SwitchConflict` while one is in flight, `CapacityError` when there
+        is no engine to command.
+        """
+        running = self.in_flight
+        if running is not None:
+            raise SwitchConflict(
+                f"switch {running.switch_id} to {running.to_layout} has not committed yet",
+                switch_id=running.switch_id,
+            )
+        self._numbers += 1
+        switch_id = f"s{self._numbers}-{self._incarnation}"
+        command = SetLayout(switch_id, str(spec), "close", ramp=ramp, drain_deadline_s=drain_deadline_s)
+        if not send(command):
+            raise CapacityError("the engine is restarting; try again")
+        self.target = str(spec)
+        self.on_status(SwitchStatus(switch_id, observed, str(spec), "decide"))
+        return self.get(switch_id)
+
+    def cancel(self, switch_id: str, send: Callable[[Body], bool]) -> None:
+        """Ask for a switch to be taken back. Raises `NotFound`, or `SwitchConflict` once it has committed."""
+        status = self.get(switch_id)
+        if status.outcome:
+            raise SwitchConflict(
+                f"switch {switch_id} is past its commit: {status.outcome}", switch_id=switch_id
+            )
+        if not send(CancelSwitch(switch_id)):
+            raise CapacityError("the engine is restarting; try again")
+
+    async def wait(self, switch_id: str, until: Wait, timeout_s: float) -> SwitchStatus | None:
+        """The status once the switch got as far as `until` or ended before; None when the time is up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    status = self.get(switch_id)
+                    reached = status.outcome in _ENDED or (
+                        until == "commit" and status.outcome == "committed"
+                    )
+                    if reached or until == "none":
+                        return status
+                    await self._changed.wait()
+        except TimeoutError:
+            return None

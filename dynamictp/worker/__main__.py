@@ -1,0 +1,30 @@
+"""`python -m dynamictp.worker`: started by the supervisor, which passes the descriptors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dynamictp.worker.process import Descriptors, run_worker
+
+
+@click.command()
+@click.option("--start", "start_file", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--socket", required=True)
+@click.option("--weights-fd", type=int, required=True)
+@click.option("--arena-fd", type=int, required=True)
+@click.option("--exchange-fd", type=int, required=True)
+@click.option("--control-fd", type=int, required=True)
+@click.option("--ready-fd", type=int, required=True)
+def main(start_file: Path, socket: str, **descriptors: int) -> None:
+    """Serve one device."""
+    run_worker(
+        start_file,
+        socket,
+        Descriptors(**{name.removesuffix("_fd"): number for name, number in descriptors.items()}),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The worker without its process: messages in, messages out. Used by the process and by the harness."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from dynamictp.clock import Clock, SystemClock
+from dynamictp.errors import CommunicatorBroken, ProtocolError
+from dynamictp.kv import KVSpec
+from dynamictp.messages import (
+    Body,
+    CloseDomain,
+    DomainBroken,
+    DomainClosed,
+    DomainOpened,
+    DomainProven,
+    OpenDomain,
+    ProveDomain,
+    StepPlan,
+)
+from dynamictp.model.exchange import Exchange, open_exchange
+from dynamictp.model.pages import KVArena
+from dynamictp.model.rope import RopeTable
+from dynamictp.model.views import ModelViews, build_views, copied_bytes
+from dynamictp.ranges import ShardRanges, shard_ranges
+from dynamictp.worker.comm.control import ControlBlock, WorkerState
+from dynamictp.worker.communicators import CommunicatorFactory, Communicators
+from dynamictp.worker.domain import Device, Domain
+from dynamictp.worker.start import WorkerStart
+
+log = logging.getLogger(__name__)
+
+
+class WorkerCore:
+    """One device's domains and communicators. Used by one thread; executes messages in arrival order.
+
+    `weights` (uint8, `start.index.total_bytes`) and `arena` (uint8) are shared mappings; `payload` gives the
+    exchange payload (uint8, `exchange_bytes`) of a slot.
+    """
+
+    def __init__(
+        self,
+        start: WorkerStart,
+        weights: torch.Tensor,
+        arena: torch.Tensor,
+        *,
+        payload: Callable[[int], torch.Tensor],
+        communicator: CommunicatorFactory,
+        control: ControlBlock,
+        clock: Clock | None = None,
+    ) -> None:
+        self._start = start
+        self._clock = clock or SystemClock()
+        spec = KVSpec.of(start.facts, start.arena.page_tokens, start.arena.dtype)
+        pages = start.arena.pages * spec.page_bytes
+        self._device = Device(
+            start, weights, KVArena(arena[:pages], spec), RopeTable(start.facts), self._clock
+        )
+        self._payload = payload
+        self._comms = Communicators(communicator)
+        self._control = control
+        self._domains: dict[int, tuple[OpenDomain, Domain | None]] = {}
+
+    def handle(self, body: Body) -> list[Body]:
+        """Execute one message; the answers to the engine, in order. Only a message that no worker
+        understands raises (`ProtocolError`): what goes wrong in a domain is answered with `DomainBroken`.
+        """
+        match body:
+            case StepPlan():
+                return self._on_plan(body)
+            case OpenDomain():
+                return self._on_open(body)
+            case ProveDomain():
+                return self._on_prove(body)
+            case CloseDomain():
+                return self._on_close(body)
+            case _:
+                raise ProtocolError(f"a worker does not understand {type(body).__name__}")
+
+    def close(self) -> None:
+        """Drop all domains and close the communicators."""
+        self._domains.clear()
+        self._comms.close()
+
+    # ------------------------------------------------------------ messages
+
+    def _on_open(self, opened: OpenDomain) -> list[Body]:
+        facts, began = self._start.facts, self._clock.now()
+        self._domains[opened.epoch] = (opened, None)
+        try:
+            ranges = shard_ranges(facts, opened.tp, opened.rank)
+            views = self._build_views(opened, ranges=ranges)
+            viewed = self._clock.now()
+            comm = self._comms.open(opened)
+            domain = Domain(
+                self._device,
+                opened,
+                views,
+                comm=comm,
+                open_exchange=lambda barrier, on_layer: self._open_exchange(opened, barrier, on_layer),
+                on_progress=self._computing,
+            )
+        except Exception as error:  # noqa: BLE001  (any failure must be answered, or the switch hangs)
+            return [self._broken(opened, 0, error)]
+        self._domains[opened.epoch] = (opened, domain)
+        return [
+            DomainOpened(
+                opened.epoch,
+                opened.rank,
+                views_ms=(viewed - began) * 1e3,
+                communicator_ms=(self._clock.now() - viewed) * 1e3,
+                weight_bytes_copied=copied_bytes(views, self._device.weights),
+            )
+        ]
+
+    def _on_prove(self, body: ProveDomain) -> list[Body]:
+        opened, domain = self._domains.get(body.epoch, (None, None))
+        if opened is None or domain is None or domain.broken:
+            return self._refuse(body.epoch, body.step, opened)
+        self._computing(body.step, 0)
+        try:
+            proof_ms = domain.prove()
+        except Exception as error:  # noqa: BLE001  (see _on_open)
+            return self._break(opened, domain, body.step, error)
+        finally:
+            self._idle(body.step)
+        return [DomainProven(body.epoch, domain.rank, proof_ms)] if domain.rank == 0 else []
+
+    def _on_plan(self, plan: StepPlan) -> list[Body]:
+        opened, domain = self._domains.get(plan.epoch, (None, None))
+        if opened is None or domain is None or domain.broken:
+            return self._refuse(plan.epoch, plan.step, opened)
+        try:
+            result = domain.step(plan)
+        except Exception as error:  # noqa: BLE001  (see _on_open)
+            return self._break(opened, domain, plan.step, error)
+        finally:
+            self._idle(plan.step)
+        return [result] if domain.rank == 0 else []
+
+    def _on_close(self, body: CloseDomain) -> list[Body]:
+        opened, _ = self._domains.pop(body.epoch, (None, None))
+        if opened is None:
+            raise ProtocolError(f"epoch {body.epoch} is not open on device {self._start.device}")
+        self._comms.park(opened)
+        return [DomainClosed(body.epoch, opened.rank)]
+
+    # ------------------------------------------------------------ parts
+
+    def _build_views(self, opened: OpenDomain, ranges: ShardRanges) -> ModelViews:
+        if opened.pp != 1:
+            raise ProtocolError(f"epoch {opened.epoch} has {opened.pp} pipeline stages: not supported yet")
+        return build_views(self._device.weights, self._start.index, self._start.facts, ranges)
+
+    def _open_exchange(
+        self, opened: OpenDomain, barrier: Callable[[], None], on_layer: Callable[[int], None]
+    ) -> Exchange:
+        start = self._start
+        return open_exchange(
+            self._payload(opened.comm.slot),
+            start.facts,
+            start.dtype,
+            max_tokens=start.max_tokens,
+            max_rows=start.max_rows,
+            barrier=barrier,
+            on_layer=on_layer,
+        )
+
+    def _break(self, opened: OpenDomain, domain: Domain, step: int, error: Exception) -> list[Body]:
+        """Leave the domain: release the peers at once and refuse its further plans."""
+        domain.broken = True
+        domain.comm.abort()
+        return [self._broken(opened, step, error)]
+
+    def _broken(self, opened: OpenDomain, step: int, error: Exception) -> DomainBroken:
+        culprit = not isinstance(error, CommunicatorBroken)
+        log.error(
+            "epoch %d rank %d left its domain in step %d: %s",
+            opened.epoch,
+            opened.rank,
+            step,
+            error,
+            exc_info=culprit,
+        )
+        return DomainBroken(opened.epoch, opened.rank, step, culprit, f"{type(error).__name__}: {error}")
+
+    def _refuse(self, epoch: int, step: int, opened: OpenDomain | None) -> list[Body]:
+        """A broken domain was reported already; one that was never opened, or is closed, is an error."""
+        if opened is not None:
+            return []
+        raise ProtocolError(f"step {step} of epoch {epoch}, which is not open on device {self._start.device}")
+
+    def _computing(self, plan: int, layer: int) -> None:
+        self._control.set_progress(self._start.device, plan, layer, WorkerState.COMPUTING)
+
+    def _idle(self, plan: int) -> None:
+        self._control.set_progress(self._start.device, plan, self._start.facts.layers, WorkerState.IDLE)

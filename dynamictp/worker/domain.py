@@ -1,0 +1,198 @@
+"""One domain as one of its ranks lives it: views, communicator, rows, and the execution of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dynamictp.clock import Clock
+from dynamictp.errors import CommunicatorBroken
+from dynamictp.messages import (
+    OpenDomain,
+    RowPromptLogprobs,
+    RowStep,
+    RowToken,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from dynamictp.model.attention_plan import Span, divide_attention
+from dynamictp.model.batch import StepBatch, make_batch
+from dynamictp.model.exchange import Exchange
+from dynamictp.model.forward import Forward
+from dynamictp.model.pages import KVArena
+from dynamictp.model.rope import RopeTable
+from dynamictp.model.views import ModelViews, head_units
+from dynamictp.ranges import shard_ranges
+from dynamictp.worker.comm.base import Communicator
+from dynamictp.worker.rows import Row, RowTable
+from dynamictp.worker.sampler import choose, token_logprobs
+from dynamictp.worker.start import PROOF_BYTES, WorkerStart
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a worker has for all its domains."""
+
+    start: WorkerStart
+    weights: torch.Tensor
+    """uint8: the one mapping that every view lies in."""
+    arena: KVArena
+    rope: RopeTable
+    clock: Clock
+
+
+class Domain:
+    """Rank `rank` of one domain epoch. Owns the rows; used by the worker's one thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        opened: OpenDomain,
+        views: ModelViews,
+        *,
+        comm: Communicator,
+        open_exchange: Callable[[Callable[[], None], Callable[[int], None]], Exchange],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """`open_exchange` gets the barrier and the layer callback; `on_progress` (plan, layer)."""
+        facts, arena = device.start.facts, device.arena
+        self.epoch, self.rank, self._world = opened.epoch, opened.rank, opened.tp
+        self.comm = comm
+        self.broken = False
+        self._facts, self._arena, self._clock = facts, arena, device.clock
+        self._on_progress = on_progress
+        self._exchange = open_exchange(self._barrier, self._on_layer)
+        self._heads = head_units(facts, shard_ranges(facts, opened.tp, opened.rank).qkv)
+        self._forward = Forward(
+            facts, views, self._heads, exchange=self._exchange, arena=arena, rope=device.rope
+        )
+        self._rows = RowTable(facts.kv_heads, arena.spec.page_tokens, arena.pages)
+        self._step = 0
+        self._wait_s = 0.0
+
+    def prove(self) -> float:
+        """The proof collective, then a warm-up that touches no page; returns ms.
+
+        Raises `CommunicatorBroken` when a peer's bytes are not what they should be.
+        """
+        began = self._clock.now()
+        proof = self.comm.all_gather(_pattern(self.epoch, self.rank))
+        for rank in range(self._world):
+            if not np.array_equal(proof[rank], _pattern(self.epoch, rank)):
+                raise CommunicatorBroken(f"the proof of epoch {self.epoch}: rank {rank} sent other bytes")
+        empty = self._batch([], [])
+        self._forward.logits(self._forward.hidden(empty), torch.zeros(1, dtype=torch.int64))
+        self.comm.barrier()
+        return (self._clock.now() - began) * 1e3
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Execute a plan. Every rank returns the same tokens; log-probabilities are rank 0's only.
+
+        Raises `ProtocolError`, `CommunicatorBroken`, `DomainError`, or what the computation raised.
+        """
+        began = self._clock.now()
+        self._step, self._wait_s = plan.step, 0.0
+        rows = self._rows.apply(plan)
+        if not rows:
+            return StepResult(self.epoch, plan.step, (), self._clock.now() - began)
+        batch = self._batch(plan.rows, rows)
+        hidden = self._forward.hidden(batch)
+        prompts = self._prompt_logprobs(plan.rows, rows, hidden)
+        tokens = self._sample(plan.rows, rows, hidden)
+        return StepResult(self.epoch, plan.step, tokens, self._clock.now() - began, self._wait_s, prompts)
+
+    # ------------------------------------------------------------ parts of a step
+
+    def _batch(self, steps: Sequence[RowStep], rows: Sequence[Row]) -> StepBatch:
+        spans: list[Span] = []
+        offset = 0
+        for step in steps:
+            spans.append(Span(offset, step.start, step.count))
+            offset += step.count
+        known = [
+            row.tokens[step.start : step.start + step.count] for step, row in zip(steps, rows, strict=True)
+        ]
+        tokens = np.concatenate(known).astype(np.int64) if known else np.empty(0, np.int64)
+        facts, page = self._facts, self._arena.spec.page_tokens
+        items = divide_attention(spans, facts.kv_heads, facts.group, page, self._world)[self.rank]
+        tables = [row.table for row in rows]
+        return make_batch(tokens, spans, tables, items, heads=self._heads, facts=facts, arena=self._arena)
+
+    def _prompt_logprobs(
+        self, steps: Sequence[RowStep], rows: Sequence[Row], hidden: torch.Tensor
+    ) -> tuple[RowPromptLogprobs, ...]:
+        """Log-probabilities of prompt tokens, as many positions at a time as the exchange holds."""
+        asked: list[tuple[int, int, int]] = []  # (row of the plan, batch row, index of the predicted token)
+        offset = 0
+        for number, (step, row) in enumerate(zip(steps, rows, strict=True)):
+            if step.prompt_logprobs:
+                last = min(step.start + step.count, row.prompt_len - 1)
+                asked.extend((number, offset + i - step.start, i + 1) for i in range(step.start, last))
+            offset += step.count
+        entries: dict[int, list[TokenLogprobs]] = {}
+        for first in range(0, len(asked), self._exchange.max_rows):
+            part = asked[first : first + self._exchange.max_rows]
+            logits = self._forward.logits(hidden, torch.tensor([batch_row for _, batch_row, _ in part]))
+            if self.rank == 0:
+                for values, (number, _, index) in zip(logits.numpy(), part, strict=True):
+                    row = rows[number]
+                    entry = token_logprobs(values, int(row.tokens[index]), row.sampling.prompt_logprobs or 0)
+                    entries.setdefault(number, []).append(entry)
+            # Rank 0 has read these logits before anyone writes the next.
+            self._exchange.barrier()
+        return tuple(
+            RowPromptLogprobs(steps[number].row, steps[number].start + 1, tuple(found))
+            for number, found in entries.items()
+        )
+
+    def _sample(
+        self, steps: Sequence[RowStep], rows: Sequence[Row], hidden: torch.Tensor
+    ) -> tuple[RowToken, ...]:
+        """Sample the rows that end here: row i by rank i mod world, to all through the exchange."""
+        sampled: list[tuple[RowStep, Row]] = []
+        last: list[int] = []
+        offset = 0
+        for step, row in zip(steps, rows, strict=True):
+            offset += step.count
+            if step.sample:
+                sampled.append((step, row))
+                last.append(offset - 1)
+        if not sampled:
+            return ()
+        logits = self._forward.logits(hidden, torch.tensor(last)).numpy()
+        tokens = self._exchange.tokens
+        for i in range(self.rank, len(sampled), self._world):
+            row = sampled[i][1]
+            tokens[i, 0] = choose(logits[i], row.tokens, row.prompt_len, row.sampling)
+        self._exchange.barrier()
+        chosen: list[int] = tokens[: len(sampled), 0].tolist()
+        result = []
+        for i, (step, row) in enumerate(sampled):
+            asked = row.sampling.logprobs
+            # The peers write logits again only after barriers of the next step, which rank 0 reaches later.
+            entry = (
+                token_logprobs(logits[i], chosen[i], asked) if asked is not None and not self.rank else None
+            )
+            result.append(RowToken(step.row, len(row), chosen[i], entry))
+            row.append(chosen[i])
+        return tuple(result)
+
+    # ------------------------------------------------------------ meeting the peers
+
+    def _barrier(self) -> None:
+        began = self._clock.now()
+        self.comm.barrier()
+        self._wait_s += self._clock.now() - began
+
+    def _on_layer(self, layer: int) -> None:
+        self._on_progress(self._step, layer)
+
+
+def _pattern(epoch: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The proof of a rank: bytes that no other rank and no other epoch has."""
+    head = np.frombuffer(f"{epoch}:{rank}:".encode(), np.uint8)
+    return np.resize(np.concatenate((head, np.arange(rank, rank + 97, dtype=np.uint8))), PROOF_BYTES)

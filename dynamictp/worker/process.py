@@ -1,0 +1,96 @@
+"""The worker process: maps the shared memory, binds to its cores, and executes what the engine sends."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from dynamictp.messages import WorkerHello
+from dynamictp.process import die_with_parent, ignore_interrupt
+from dynamictp.transport import Link, zmq_link
+from dynamictp.worker.comm.control import open_control
+from dynamictp.worker.communicators import SharedMemoryFactory
+from dynamictp.worker.core import WorkerCore
+from dynamictp.worker.start import WorkerStart, communicator_bytes, exchange_slot_bytes
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Inherited descriptors: the shared memories, and the pipe that says when the weights are there."""
+
+    weights: int
+    arena: int
+    exchange: int
+    control: int
+    ready: int
+
+
+def run_worker(start_file: Path, socket: str, descriptors: Descriptors) -> None:
+    """Serve one device until the parent ends this process. Returns when the weights never come."""
+    die_with_parent()
+    ignore_interrupt()
+    start = msgspec.json.decode(start_file.read_bytes(), type=WorkerStart)
+    torch.set_num_threads(1)
+    # The link's own thread is made before this thread is bound, so that it may run on any core.
+    link = zmq_link(zmq.Context.instance(), socket, bind=False, incarnation=start.incarnation)
+    if start.cores:
+        os.sched_setaffinity(0, start.cores)
+    core = _open_core(start, descriptors)
+    if not os.read(descriptors.ready, 1):
+        return
+    # What was loaded until here lives for ever: keep the collector from walking it in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    link.send(WorkerHello(start.device, start.incarnation, os.getpid()))
+    serve(core, link)
+
+
+def serve(core: WorkerCore, link: Link) -> None:
+    """Execute messages strictly in arrival order; sleeps while there is none."""
+    while True:
+        link.wait(None)
+        while (body := link.receive()) is not None:
+            for answer in core.handle(body):
+                link.send(answer)
+
+
+def _open_core(start: WorkerStart, descriptors: Descriptors) -> WorkerCore:
+    slot_bytes = exchange_slot_bytes(
+        start.facts, start.dtype, start.max_tokens, start.max_rows, start.devices
+    )
+    region = communicator_bytes(start.devices)
+    exchange = _map(descriptors.exchange)
+    exchange_bytes = _tensor(exchange)
+    control = open_control(_map(descriptors.control), start.comm_slots, start.devices)
+
+    def payload(slot: int) -> torch.Tensor:
+        return exchange_bytes[slot * slot_bytes + region : (slot + 1) * slot_bytes]
+
+    return WorkerCore(
+        start,
+        _tensor(_map(descriptors.weights, mmap.ACCESS_READ)),
+        _tensor(_map(descriptors.arena)),
+        payload=payload,
+        communicator=SharedMemoryFactory(start, exchange, slot_bytes, control),
+        control=control,
+    )
+
+
+def _map(descriptor: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
+    return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=access)
+
+
+def _tensor(mapping: mmap.mmap) -> torch.Tensor:
+    """uint8 view of a mapping; the weights' is read-only memory, which torch can't express and warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.frombuffer(mapping, np.uint8))

@@ -1,0 +1,105 @@
+"""`/metrics`: names, labels and values."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+from server_stack import Stack
+
+from dynamictp.messages import DeviceStatus, DomainStatus, Snapshot, SwitchStatus
+from dynamictp.server.metrics import Metrics
+
+FIRST_SET = {
+    "dtp_num_requests_running",
+    "dtp_num_requests_waiting",
+    "dtp_rows_used",
+    "dtp_kv_pages_used",
+    "dtp_kv_pages_total",
+    "dtp_request_success",
+    "dtp_tp_degree",
+    "dtp_request_tp_degree",
+    "dtp_generation_tokens",
+    "dtp_tp_switches",
+    "dtp_tp_switch_phase_seconds",
+    "dtp_time_to_first_token_seconds",
+    "dtp_inter_token_latency_seconds",
+    "dtp_e2e_request_latency_seconds",
+}
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def snapshot(domain: DomainStatus, running: int = 0) -> Snapshot:
+    devices = (DeviceStatus(0, "serving", (domain.id,), 12.5, 100.0),)
+    return Snapshot(0.0, "x", 4, running, running, (domain,), devices, 1, 2, 3)
+
+
+async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:
+    await stack.complete(max_tokens=5)
+    await stack.http.put("/admin/layout", json={"layout": "tp2", "wait": "closed"})
+    await stack.complete(max_tokens=3, n=2)
+    response = await stack.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = {family.name for family in text_string_to_metric_families(response.text)}
+    assert families == FIRST_SET
+    values = samples(response.text)
+    assert values["dtp_request_success_total", (("finish_reason", "length"),)] == 3
+    assert values["dtp_generation_tokens_total", (("domain", "tp1@0"),)] == 5
+    assert values["dtp_generation_tokens_total", (("domain", "tp2@0,1"),)] == 6
+    assert values["dtp_tp_degree", (("pool", "default"),)] == 2
+    assert values["dtp_request_tp_degree_bucket", (("le", "1.0"),)] == 1
+    assert values["dtp_request_tp_degree_bucket", (("le", "+Inf"),)] == 3
+    switch = (("from", "tp1"), ("outcome", "committed"), ("reason", "admin"), ("to", "tp2"))
+    assert values["dtp_tp_switches_total", switch] == 1
+    assert values["dtp_tp_switch_phase_seconds_count", (("phase", "drain"),)] == 1
+    assert values["dtp_time_to_first_token_seconds_count", ()] == 3
+    assert values["dtp_inter_token_latency_seconds_count", ()] == 4 + 2 * 2
+    assert values["dtp_e2e_request_latency_seconds_count", ()] == 3
+    assert values["dtp_kv_pages_total", (("device", "1"),)] == 512
+
+
+def test_tokens_of_a_domain_count_once_it_is_known() -> None:
+    metrics = Metrics()
+    metrics.on_token("d9", 0.1, first=True)
+    assert "tp3@0,1,2" not in metrics.render().decode()
+    metrics.on_snapshot(snapshot(DomainStatus("d9", 9, "", 3, 1, (0, 1, 2), "serving"), running=2))
+    metrics.on_token("d9", 0.02, first=False)
+    values = samples(metrics.render().decode())
+    assert values["dtp_generation_tokens_total", (("domain", "tp3@0,1,2"),)] == 2
+    assert values["dtp_num_requests_running", ()] == 2
+    assert values["dtp_num_requests_waiting", ()] == 4
+    # After an engine restart the same id may be another domain.
+    metrics.on_token("d9", 0.02, first=False)
+    metrics.on_snapshot(snapshot(DomainStatus("d9", 9, "", 1, 1, (0,), "draining")))
+    metrics.on_token("d9", 0.02, first=False)
+    values = samples(metrics.render().decode())
+    assert values["dtp_generation_tokens_total", (("domain", "tp3@0,1,2"),)] == 3
+    assert values["dtp_generation_tokens_total", (("domain", "tp1@0"),)] == 1
+    assert values["dtp_tp_degree", (("pool", "default"),)] == 0
+
+
+def test_buckets_are_inclusive_and_a_switch_counts_once() -> None:
+    metrics = Metrics()
+    metrics.on_token("d1", 0.25, first=True)
+    for status in (
+        SwitchStatus("s1", "tp1", "tp2", "proof", "", {"proof": 10.0}),
+        SwitchStatus("s1", "tp1", "tp2", "commit", "committed", {"proof": 10.0, "commit": 1.0}),
+        SwitchStatus("s1", "tp1", "tp2", "close", "closed", {"proof": 10.0, "commit": 1.0}),
+        SwitchStatus("s2", "tp2", "tp1", "prepare_views", "failed", reason="slo"),
+    ):
+        metrics.on_switch(status)
+    values = samples(metrics.render().decode())
+    assert values["dtp_time_to_first_token_seconds_bucket", (("le", "0.25"),)] == 1
+    assert values["dtp_time_to_first_token_seconds_bucket", (("le", "0.1"),)] == 0
+    assert values["dtp_tp_switch_phase_seconds_count", (("phase", "proof"),)] == 1
+    outcomes = {
+        dict(labels)["outcome"]: value
+        for (name, labels), value in values.items()
+        if name == "dtp_tp_switches_total"
+    }
+    assert outcomes == {"committed": 1, "failed": 1}
