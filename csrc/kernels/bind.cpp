@@ -1,11 +1,14 @@
 #include "kernels/bind.hpp"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -188,6 +191,32 @@ private:
     const Kernels& kernels_;
 };
 
+template <typename Element>
+nb::object array_over(void* memory, std::size_t size) {
+    struct Mapping {
+        void* memory;
+        std::size_t size;
+    };
+    auto mapping = std::make_unique<Mapping>(Mapping{memory, size});
+    nb::capsule owner(mapping.get(), [](void* held) noexcept {
+        const std::unique_ptr<Mapping> ended(static_cast<Mapping*>(held));
+        unmap(ended->memory, ended->size);
+    });
+    mapping.release();
+    return nb::cast(nb::ndarray<nb::numpy, Element, nb::ndim<1>>(memory, {size}, owner));
+}
+
+// A uint8 array over a shared mapping, unmapped with the array.
+nb::object map_shared(int descriptor, std::size_t size, bool writable) {
+    void* const memory = size == 0 ? nullptr : map_aligned(descriptor, size, writable);
+    if (memory == nullptr) {
+        if (size == 0) errno = EINVAL;
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+    }
+    return writable ? array_over<std::uint8_t>(memory, size) : array_over<const std::uint8_t>(memory, size);
+}
+
 using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>;
 
 std::vector<SegmentTuple> divide(const std::vector<IndexRange>& spans, std::size_t kv_heads, std::size_t group,
@@ -205,6 +234,7 @@ std::vector<SegmentTuple> divide(const std::vector<IndexRange>& spans, std::size
 
 void bind_kernels(nb::module_& module) {
     module.def("kernel_level", [] { return std::string(name_of(detect_level())); });
+    module.def("map_aligned", &map_shared, "descriptor"_a, "size"_a, "writable"_a);
     module.def("collapse_pages", [](Address address, std::size_t size) { return collapse_pages(at<void>(address), size); },
                "address"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>());
     module.def("divide_attention", &divide, "spans"_a, "kv_heads"_a, "group"_a, "rank"_a, "world"_a);

@@ -129,6 +129,12 @@ class NativeForward:
         self._step.set_rotation(_address(cosine), _address(sine), len(cosine), (cosine, sine))
 
 
+def map_aligned(descriptor: int, size: int, *, writable: bool = True) -> Bytes:
+    """uint8 [size] over a descriptor's shared memory, at an address where huge pages can lie. Raises `OSError`."""
+    mapped: Bytes = native.require().map_aligned(descriptor, size, writable)
+    return mapped
+
+
 def collapse(memory: NDArray[Any]) -> float:
     """Ask for huge pages under a mapping, best effort; the share of its bytes that got them."""
     if not memory.nbytes:

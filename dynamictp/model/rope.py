@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dynamictp.facts import ModelFacts, RopeFacts
 
@@ -36,6 +38,13 @@ class RopeTable:
         if needed > len(self._cos):
             self._grow(-(-needed // _GROW) * _GROW)
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+    def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """(cos, sin) fp32 [at least `positions`, D/2], contiguous: the form that the native kernels read."""
+        if positions > len(self._cos):
+            self._grow(-(-positions // _GROW) * _GROW)
+        half = self._cos.shape[1] // 2
+        return self._cos[:, :half].contiguous().numpy(), self._sin[:, half:].contiguous().numpy()
 
     def _grow(self, positions: int) -> None:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies[None, :]
