@@ -22,6 +22,8 @@ env_stamp() {
     {
         printf 'native=%s\n' "${DYNAMICTP_NO_NATIVE:-0}"
         pwd
+        # The editable install knows modules by file: a new or moved one needs it again.
+        find dynamictp -name '*.py' | LC_ALL=C sort
         find pyproject.toml constraints.txt CMakeLists.txt csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
     } | sha256sum
 }

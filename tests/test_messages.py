@@ -286,7 +286,7 @@ def structs() -> dict[str, type[msgspec.Struct]]:
         for name, struct in vars(messages).items()
         if isinstance(struct, type)
         and issubclass(struct, msgspec.Struct)
-        and struct.__module__ == messages.__name__
+        and struct.__module__.startswith(messages.__name__)
         and not name.startswith("_")
     }
 

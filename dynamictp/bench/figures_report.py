@@ -19,8 +19,13 @@ from dynamictp.bench.stats import Quantiles
 NOTES = (
     "Through HTTP, from a client on the same machine at lower priority. TPOT: median over streams, then"
     " over rounds. Throughput: output tokens from the first request sent to the last token, prefill"
-    " included. Compare rows of one block; blocks in different memory states don't compare.",
+    " included. Compare rows of one block; blocks in different memory states, or beside other busy"
+    " processes, don't compare.",
 )
+
+
+# From here on other work on the machine is worth a word beside the figures.
+_BUSY_CORES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,12 @@ def render(figures: Figures) -> RenderableType:
 
 
 def states(block: Block[Any]) -> str:
-    """The memory state around a block, in a few characters."""
+    """The machine's state around a block, in a few characters."""
     before, after = block.before, block.after
     text = f"{before.name} {before.two_gbps:.0f}/{after.two_gbps:.0f} GB/s"
+    busy_cores = max(before.busy_cores, after.busy_cores)
+    if busy_cores >= _BUSY_CORES:
+        text += f", {busy_cores:.1f} cores busy"
     return f"{text} (flipped to {after.name})" if block.flipped else text
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,15 @@ STATE_BOUNDARY_GBPS = 48.0
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """GB/s read by one process alone, and by two together from disjoint ranges."""
+    """GB/s read by one process alone, and by two together from disjoint ranges.
+
+    `busy_cores`: what others kept busy while the benchmark did nothing; figures taken beside a busy
+    neighbour say little.
+    """
 
     one_gbps: float
     two_gbps: float
+    busy_cores: float = 0.0
 
     @property
     def name(self) -> str:
@@ -33,7 +39,8 @@ class MemoryState:
         return "A" if self.two_gbps < STATE_BOUNDARY_GBPS else "B"
 
     def __str__(self) -> str:
-        return f"state {self.name}: {self.one_gbps:.0f} GB/s one core, {self.two_gbps:.0f} GB/s two"
+        rates = f"{self.one_gbps:.0f} GB/s one core, {self.two_gbps:.0f} GB/s two"
+        return f"state {self.name}: {rates}, {self.busy_cores:.1f} cores busy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,25 @@ def describe_machine() -> Machine:
 
 
 def probe_memory(seconds: float = 1.0) -> MemoryState:
-    """Reads for `seconds` with one process, then for `seconds` with two. The server should be idle."""
-    return MemoryState(one_gbps=_read_together(1, seconds), two_gbps=_read_together(2, seconds))
+    """Watches for half of `seconds`, then reads for `seconds` with one process and with two.
+
+    The server under measurement should be idle.
+    """
+    before, start = busy_ticks(Path("/proc/stat").read_text()), time.monotonic()
+    time.sleep(seconds / 2)
+    after, elapsed = busy_ticks(Path("/proc/stat").read_text()), time.monotonic() - start
+    return MemoryState(
+        one_gbps=_read_together(1, seconds),
+        two_gbps=_read_together(2, seconds),
+        busy_cores=(after - before) / os.sysconf("SC_CLK_TCK") / elapsed,
+    )
+
+
+def busy_ticks(proc_stat: str) -> int:
+    """Clock ticks all cores together spent on work, from the text of /proc/stat; steal counts too."""
+    # user nice system idle iowait irq softirq steal guest guest_nice; guest is inside user already
+    user, nice, system, _idle, _iowait, *others = (int(n) for n in proc_stat.split("\n", 1)[0].split()[1:9])
+    return user + nice + system + sum(others)
 
 
 def _read_together(processes: int, seconds: float) -> float:

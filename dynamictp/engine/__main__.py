@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamictp.engine.process import become_engine_process, open_control, run_engine
+from dynamictp.engine.process import become_engine_process, map_control, run_engine
 from dynamictp.errors import FatalError
 from dynamictp.messages import EngineStart
 
@@ -28,7 +28,7 @@ def main() -> int:
     data = text.encode() if text.lstrip().startswith("{") else Path(text).read_bytes()
     start = msgspec.json.decode(data, type=EngineStart)
     try:
-        control = open_control(arguments.control_fd, start.comm_slots, start.devices)
+        control = map_control(arguments.control_fd, start.comm_slots, start.devices)
         run_engine(start, arguments.sockets, control)
     except FatalError as error:
         log.critical("%s", error)

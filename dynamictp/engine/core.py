@@ -18,7 +18,7 @@ from dynamictp.engine.scheduler import Limits, Scheduler
 from dynamictp.engine.snapshot import StepCost, make_snapshot
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.turns import Turns
-from dynamictp.errors import ConfigError, ProtocolError
+from dynamictp.errors import ConfigError, LayoutRefused, ProtocolError
 from dynamictp.messages import (
     Body,
     CancelRequest,
@@ -81,7 +81,10 @@ class EngineCore:
             send=lambda device, body: self.to_workers.append((device, body)),
             lost=self.to_server.append,
         )
-        self.layouts = LayoutManager(start, self.fleet, self.book, clock, self._on_status)
+        try:
+            self.layouts = LayoutManager(start, self.fleet, self.book, clock, self._on_status)
+        except LayoutRefused as error:
+            raise ConfigError(f"layout {start.layout}: {error.message}") from error
         if len(self.layouts.observed.domains) > start.comm_slots:
             raise ConfigError(f"layout {start.layout} needs more than {start.comm_slots} communicator slots")
         self._cost = StepCost()

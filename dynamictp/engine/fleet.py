@@ -225,9 +225,10 @@ class Fleet:
             if domain.incarnations[rank] >= incarnation:
                 continue
             domain.closed_by.add(rank)
-            if domain.state in {"closed", "failed"}:
+            if domain.state == "failed":
                 self._forget_if_left(domain)
             else:
+                # A closed one too: its other members may wait for the dead one in a queued proof.
                 dead.append(domain)
         return dead
 

@@ -63,8 +63,8 @@ class LayoutManager:
 
     @property
     def settled(self) -> bool:
-        """No switch and no drain is under way."""
-        return self._current is None and not self._drains
+        """No switch and no drain is under way, and the observed layout serves."""
+        return self._current is None and not self._drains and not self._missing(self.observed)
 
     # ------------------------------------------------------------ commands
 

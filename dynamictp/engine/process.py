@@ -10,18 +10,18 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import zmq
 
-from dynamictp import native
 from dynamictp.clock import Clock, SystemClock
-from dynamictp.engine.comms import ControlWords, NullControlWords
+from dynamictp.engine.comms import ControlWords
 from dynamictp.engine.core import EngineCore
 from dynamictp.errors import DomainError, ProtocolError
 from dynamictp.messages import EngineStart, SwitchStatus
 from dynamictp.process import die_with_parent, ignore_interrupt
 from dynamictp.transport import ZmqLink, zmq_link
+from dynamictp.worker.comm.control import ControlBlock, open_control
 
 log = logging.getLogger(__name__)
 
@@ -31,28 +31,19 @@ CHECK_ENV = "DYNAMICTP_CHECK"
 """Set to 1 to check the engine's accounts whenever it is idle."""
 
 
-class _NativeBlock(Protocol):
-    def set_control(self, slot: int, epoch: int, state: int) -> None: ...
-
-
 class SharedControlWords:
     """Control words in shared memory, read by workers at dequeue and in every wait."""
 
-    def __init__(self, block: _NativeBlock) -> None:
+    def __init__(self, block: ControlBlock) -> None:
         self._block = block
 
     def set(self, slot: int, epoch: int, state: Literal[0, 1, 2]) -> None:
         self._block.set_control(slot, epoch, state)
 
 
-def open_control(descriptor: int, slots: int, devices: int) -> ControlWords:
-    """Control words in the memory behind the descriptor; without the native extension there are none."""
-    extension = native.load()
-    if extension is None or not os.fstat(descriptor).st_size:
-        return NullControlWords()
-    # The block keeps the mapping alive.
-    memory: Any = mmap.mmap(descriptor, 0)
-    return SharedControlWords(extension.ControlBlock(memory, slots, devices))
+def map_control(descriptor: int, slots: int, devices: int) -> ControlWords:
+    """Control words in the memory behind the descriptor. The block keeps the mapping alive."""
+    return SharedControlWords(open_control(mmap.mmap(descriptor, 0), slots, devices))
 
 
 class EngineLoop:

@@ -41,10 +41,10 @@ class Request:
     """
 
     __slots__ = (
-        "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashes", "deadline_s",
-        "detach", "domain", "entered", "handovers", "id", "in_flight", "keys", "limit", "model", "pending",
-        "planned", "priority", "prompt_len", "prompts_from", "recomputes", "resumed", "row", "sampling",
-        "sent_blocks", "served", "stop_ids", "tokens", "tp_max", "tp_min",
+        "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at", "crashes",
+        "deadline_s", "detach", "domain", "entered", "handovers", "id", "in_flight", "keys", "limit",
+        "model", "pending", "planned", "priority", "prompt_len", "prompts_from", "recomputes", "resumed",
+        "row", "sampling", "sent_blocks", "served", "stop_ids", "tokens", "tp_max", "tp_min",
     )  # fmt: skip
 
     def __init__(self, message: SubmitRequest, age: int, max_len: int) -> None:
@@ -93,6 +93,8 @@ class Request:
         self.handovers = 0
         self.recomputes = 0
         self.crashes = 0
+        """Domains that failed while it ran, one after the other, without a token in between."""
+        self.crashed_at = 0
 
     @property
     def length(self) -> int:

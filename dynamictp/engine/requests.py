@@ -26,7 +26,7 @@ from dynamictp.messages import (
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 MAX_CRASHES = 3
-"""A request that ran in so many failed domains ends with an error: it may be their cause."""
+"""A request that ran in so many failed domains without getting on ends with an error: it may be the cause."""
 
 
 class RequestBook:
@@ -213,7 +213,9 @@ class RequestBook:
         if request.detach is not None and request.detach.ends:
             return
         request.detach = None
-        request.crashes += crashed
+        if crashed:
+            request.crashes = 1 + (request.crashes if request.crashed_at == len(request.tokens) else 0)
+            request.crashed_at = len(request.tokens)
         if request.crashes >= MAX_CRASHES:
             self._end(request, "error", f"its domain failed {request.crashes} times while it ran")
         else:

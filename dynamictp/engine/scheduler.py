@@ -94,7 +94,7 @@ class Scheduler:
             left = request.length - request.planned
             if left > 1:
                 prefilling.append(request)
-            elif request.length < request.limit or not request.pending:
+            elif left == 1 and (request.length < request.limit or not request.pending):
                 if len(draft.rows) == limits.max_batched_tokens:
                     break
                 if self._reserve(domain, request, request.planned + 1):

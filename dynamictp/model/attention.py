@@ -7,9 +7,10 @@ What makes a row's result independent of everything but its own query and pages 
 - the maximum is exact in any order; exponentials are elementwise;
 - the sum of a row goes page by page (`_sum_pages`), its shape fixed by the page numbers, and pages beyond the
   row's context add exact zeros;
-- probabilities times values goes in groups of at most 256 tokens that start at multiples of 256, added in
-  order: within a group the chain is one, and its zero tail changes nothing. (Longer products are split by the
-  library in places that depend on the length.)
+- probabilities times values goes in groups of at most 128 tokens that start at multiples of 128, added in
+  order: within a group the chain is one, and its zero tail changes nothing. (The library splits sums of more
+  than 192 terms in places that depend on their number, and a product that adds to a given matrix rounds
+  otherwise when it is alone in its batch: so product and sum are two operations.)
 
 Masked scores are −inf and masked values zero, so whatever a page holds beyond its tokens has no effect.
 """
@@ -27,7 +28,7 @@ from dynamictp.model.attention_plan import Item
 from dynamictp.model.exchange_size import MIN_ROWS
 from dynamictp.model.pages import KVArena, Scratch, ValueMask
 
-GROUP_TOKENS = 256
+GROUP_TOKENS = 128
 _MAX_SCORES = 1 << 19
 """Score elements of one bucket at most (2 MiB), unless a single item has more."""
 _MAX_PAGES = 96
@@ -155,7 +156,7 @@ def attend(
     result = torch.bmm(scores[:, :, :GROUP_TOKENS], values[:, :GROUP_TOKENS])
     for start in range(GROUP_TOKENS, keys.shape[2], GROUP_TOKENS):
         stop = start + GROUP_TOKENS
-        torch.baddbmm(result, scores[:, :, start:stop], values[:, start:stop], out=result)
+        result.add_(torch.bmm(scores[:, :, start:stop], values[:, start:stop]))
     result.div_(total)
     out.index_copy_(0, bucket.rows, result.view(-1, dim).to(out.dtype))
 

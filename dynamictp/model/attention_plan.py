@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from dynamictp.model.exchange_size import MIN_ROWS
 
@@ -20,7 +21,7 @@ _PAGE_ROWS = 12
 """Query rows whose cost equals that of reading and widening one page (measured)."""
 
 
-class Span(NamedTuple):
+class Span(msgspec.Struct, frozen=True):
     """Consecutive tokens of one sequence in a step: batch rows offset … offset+count are its indices
     start … start+count."""
 
@@ -29,7 +30,7 @@ class Span(NamedTuple):
     count: int
 
 
-class Item(NamedTuple):
+class Item(msgspec.Struct, frozen=True):
     """Attention of `count` tokens of span `span` from batch row `offset` (sequence index `start`), for the
     query heads of `kv_head`."""
 
@@ -54,7 +55,8 @@ def divide_attention(
     """
     tile = max(1, TILE_ROWS // group)
     costed: list[tuple[int, Item]] = []
-    for index, (offset, start, count) in enumerate(spans):
+    for index, span in enumerate(spans):
+        offset, start, count = span.offset, span.start, span.count
         for first in range(0, count, tile):
             size = min(tile, count - first)
             pages = -(-(start + first + size) // page_tokens)

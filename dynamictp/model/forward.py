@@ -141,7 +141,10 @@ class Forward:
     def _gate(self, layer: LayerViews, x: torch.Tensor) -> None:
         """SiLU(gate) · up of the rank's columns, in fp32, to the exchange."""
         normed = self._norm(x, layer.mlp_norm).to(self._dtype)
-        gated = functional.silu(_linear(normed, layer.gate).float()).mul_(_linear(normed, layer.up))
+        gate = _linear(normed, layer.gate).float()
+        # Not functional.silu: that computes the last elements of a tensor by another exponential than the
+        # rest. This one is the same everywhere, and sums and quotients are exact.
+        gated = gate.div(gate.neg().exp_().add_(1)).mul_(_linear(normed, layer.up))
         owned = layer.gate.rows
         self._exchange.mlp[: len(x), owned.start : owned.stop] = gated
 

@@ -54,8 +54,11 @@ class RopeTable:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate fp32 [T, heads, D] by the rows of a `RopeTable`."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """Rotate fp32 [T, heads, D] by the rows of a `RopeTable`.
+
+    Products and sum apart, each rounded once: a fused one is not fused in the last elements of a tensor.
+    """
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 def inverse_frequencies(rope: RopeFacts, head_dim: int) -> torch.Tensor:

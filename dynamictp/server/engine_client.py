@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
-import zmq
 
 from dynamictp.clock import Clock
-from dynamictp.errors import CapacityError, DomainError, ProtocolError
+from dynamictp.errors import CapacityError
 from dynamictp.messages import (
     Body,
     CancelRequest,
@@ -33,15 +32,13 @@ from dynamictp.messages import (
     TokenEvent,
     WorkerLost,
 )
+from dynamictp.server.engine_link import EngineLink
 from dynamictp.server.metrics import Metrics
-from dynamictp.transport import Link, ZmqLink
+from dynamictp.transport import Link
 
 log = logging.getLogger(__name__)
 
 _M = TypeVar("_M")
-
-MESSAGES_PER_TURN = 64
-"""Messages handled before other tasks of the event loop get their turn."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,7 @@ class LiveRequest:
 
 
 class EngineClient:
-    """Owner of the live requests. `attach` gives it a link; `wake` tells it that a message is there
-    (only for links without a socket).
-    """
+    """Owner of the live requests."""
 
     def __init__(
         self,
@@ -106,10 +101,7 @@ class EngineClient:
         self._on_switch = on_switch
         self._on_worker_lost = on_worker_lost
         self._live: dict[str, LiveRequest] = {}
-        self._link: Link | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._reader: int | None = None
-        self._woken = False
+        self._link = EngineLink(self._handle, self._on_lost)
         self._ready = asyncio.Event()
         self.engine: EngineReady | None = None
         """What the engine said when it was last ready; None before the first time."""
@@ -121,73 +113,26 @@ class EngineClient:
         self.on_link_lost: Callable[[str], None] = lambda reason: None
         """Called when the link broke; the supervisor then restarts the engine and attaches again."""
 
-    # ------------------------------------------------------------ link
-
     def attach(self, link: Link) -> None:
         """Take messages from `link` from now on. Called in the event loop; replaces an earlier link."""
         self.detach()
-        self._loop = asyncio.get_running_loop()
-        self._link = link
-        if isinstance(link, ZmqLink):
-            # A DEALER whose peer is gone would block the event loop: fail the send instead.
-            link.socket.setsockopt(zmq.SNDTIMEO, 0)
-            descriptor = link.socket.getsockopt(zmq.FD)
-            assert isinstance(descriptor, int)
-            self._reader = descriptor
-            self._loop.add_reader(self._reader, self._drain)
-        self._loop.call_soon(self._drain)
+        self._link.attach(link)
 
     def detach(self) -> None:
         """Stop using the link (the caller closes it). Live requests are kept."""
-        if self._reader is not None and self._loop is not None:
-            self._loop.remove_reader(self._reader)
-        self._reader, self._link = None, None
+        self._link.detach()
         self._ready.clear()
 
     def wake(self) -> None:
         """A message has arrived on a link without a socket. Callable from any thread."""
-        if self._loop is not None and not self._woken and not self._loop.is_closed():
-            self._woken = True
-            self._loop.call_soon_threadsafe(self._drain)
+        self._link.wake()
 
     def send(self, body: Body) -> bool:
         """Hand a message to the engine. False when there is none; live requests then wait for the next."""
-        if self._link is None:
-            return False
-        try:
-            self._link.send(body)
-        except (DomainError, zmq.ZMQError) as error:
-            self._lose(f"the engine does not take messages: {error}")
-            return False
-        self._recheck()
-        return True
+        return self._link.send(body)
 
-    def _recheck(self) -> None:
-        """ZeroMQ's descriptor signals edges, and any call on the socket may swallow one: look again."""
-        if isinstance(self._link, ZmqLink) and self._loop is not None:
-            events = self._link.socket.getsockopt(zmq.EVENTS)
-            if isinstance(events, int) and events & zmq.POLLIN:
-                self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        self._woken = False
-        for _ in range(MESSAGES_PER_TURN):
-            if self._link is None:
-                return
-            try:
-                body = self._link.receive()
-            except (ProtocolError, zmq.ZMQError) as error:
-                self._lose(f"the link to the engine broke: {error}")
-                return
-            if body is None:
-                return
-            self._handle(body)
-        if self._loop is not None:
-            self._loop.call_soon(self._drain)
-
-    def _lose(self, reason: str) -> None:
-        log.error("%s", reason)
-        self.detach()
+    def _on_lost(self, reason: str) -> None:
+        self._ready.clear()
         self.on_link_lost(reason)
 
     # ------------------------------------------------------------ engine state

@@ -108,7 +108,8 @@ class _Launch:
             )
             host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
             click.echo(f"DynamicTP ready: http://{host}:{port}")
-            await asyncio.wait({interrupted, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+            either: tuple[asyncio.Future[Any], ...] = (interrupted, supervisor.failed)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if supervisor.failed.done() and not interrupted.done():
             raise FatalError(supervisor.failed.result())
 
@@ -167,7 +168,7 @@ def _defaults(config: ServeConfig, source: ModelSource) -> SamplingDefaults:
     if config.generation_config != "auto":
         return SamplingDefaults()
     known = {field.name for field in fields(SamplingDefaults)}
-    given = {key: value for key, value in source.sampling_defaults().items() if key in known}
+    given: dict[str, Any] = {k: v for k, v in source.sampling_defaults().items() if k in known}
     if "top_k" in given:
-        return SamplingDefaults(**{**given, "top_k": int(given["top_k"])})
+        given["top_k"] = int(given["top_k"])
     return SamplingDefaults(**given)

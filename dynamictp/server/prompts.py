@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from dynamictp.messages import SamplingParams
 from dynamictp.server.choice import TextRules
 from dynamictp.server.generation import SEEDS, Job, PromptTokens
-from dynamictp.server.requests import ChatPrompt, ChatRequest, Common, CompletionRequest
+from dynamictp.server.messages_field import ChatPrompt
+from dynamictp.server.requests import ChatRequest, Common, CompletionRequest
 from dynamictp.server.service import Service
 from dynamictp.server.stop import StopSet
 

@@ -298,15 +298,17 @@ class FakeCluster:
         for device in job.devices:
             self._queues[device].popleft()
             self._busy[device] = job
-        if isinstance(job.body, StepPlan):
-            for device in job.devices:
-                self.workers[device].begin(job.body)
 
     def finish(self, job: Job, seconds: float) -> list[tuple[int, Body]]:
-        """(device, answer) of the job; nothing when a member was replaced meanwhile."""
+        """(device, answer) of the job; nothing when a member was replaced meanwhile.
+
+        Pages are written only now, by survivors of a broken step too: the latest that a step can touch them.
+        """
         present = [device for device in job.devices if self._busy[device] is job]
         for device in present:
             self._busy[device] = None
+            if isinstance(job.body, StepPlan):
+                self.workers[device].begin(job.body)
         if len(present) < len(job.devices):
             return []
         answers: list[tuple[int, Body]] = []

@@ -6,6 +6,7 @@ The workers are the real ones (`WorkerCore`), the communicators are threads', th
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -32,6 +33,7 @@ from dynamictp.messages import (
     RowStep,
     StepPlan,
     StepResult,
+    WorkerHello,
 )
 from dynamictp.model.exchange_size import exchange_bytes
 from dynamictp.model.weights import WeightIndex, plan_weights, view_weight
@@ -129,16 +131,17 @@ class LockstepNode:
         self.spec = KVSpec.of(facts, page_tokens, dtype)
         pages = blocks * facts.kv_heads
         self.arena = torch.zeros(pages * self.spec.page_bytes, dtype=torch.uint8)
+        self.arena_facts = ArenaFacts(pages, page_tokens, dtype)
         self._payload_bytes = exchange_bytes(facts, dtype, max_tokens, max_rows)
         self._exchange = torch.zeros(_SLOTS * self._payload_bytes, dtype=torch.uint8)
-        self._control = PlainControlBlock(bytearray(bytes_needed(_SLOTS, devices)), _SLOTS, devices)
+        self.control = PlainControlBlock(bytearray(bytes_needed(_SLOTS, devices)), _SLOTS, devices)
         self._communicators = ThreadCommunicators()
         self._opened = 0
         start = WorkerStart(
             facts=facts,
             dtype=dtype,
             index=self.index,
-            arena=ArenaFacts(pages, page_tokens, dtype),
+            arena=self.arena_facts,
             device=0,
             devices=devices,
             incarnation=1,
@@ -169,6 +172,10 @@ class LockstepNode:
         }
         return {device: future.result() for device, future in futures.items()}
 
+    def hello(self, device: int) -> WorkerHello:
+        """What a worker's process would say first."""
+        return WorkerHello(device, 1, os.getpid())
+
     def close(self) -> None:
         for thread in self.threads:
             thread.shutdown()
@@ -187,7 +194,7 @@ class LockstepNode:
             self.arena,
             payload=lambda slot: self._exchange[slot * size : (slot + 1) * size],
             communicator=self._communicators,
-            control=self._control,
+            control=self.control,
         )
 
 

@@ -11,7 +11,7 @@ from dynamictp.bench.admin import Switch
 from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, Session, guarded, switch_figures
 from dynamictp.bench.figures import FULL, QUICK, parse_options
 from dynamictp.bench.figures_report import Figures, as_json, render, states
-from dynamictp.bench.machine import Machine, MemoryState, describe_machine, probe_memory
+from dynamictp.bench.machine import Machine, MemoryState, busy_ticks, describe_machine, probe_memory
 from dynamictp.bench.result import Failure, FailureKind, Result
 from dynamictp.bench.schedule import Request
 from dynamictp.bench.stats import quantiles
@@ -59,8 +59,14 @@ def test_a_block_is_repeated_once_when_the_state_flips(
 
 def test_states_by_what_two_processes_read() -> None:
     assert (A.name, B.name) == ("A", "B")
-    assert str(A) == "state A: 30 GB/s one core, 36 GB/s two"
+    assert str(A) == "state A: 30 GB/s one core, 36 GB/s two, 0.0 cores busy"
+    busy = MemoryState(30.0, 38.0, busy_cores=1.5)
+    assert states(Block("x", A, busy, False, None)) == "A 36/38 GB/s, 1.5 cores busy"
     assert states(Block("x", A, B, True, None)) == "A 36/60 GB/s (flipped to B)"
+
+
+def test_busy_ticks_leave_out_idling_and_count_guests_once() -> None:
+    assert busy_ticks("cpu  10 20 30 4000 500 6 7 8 9 9\ncpu0 1 1 1 1\n") == 10 + 20 + 30 + 6 + 7 + 8
 
 
 @pytest.mark.multi
@@ -68,6 +74,7 @@ def test_the_memory_probe_reads_at_a_believable_rate() -> None:
     state = probe_memory(0.05)
     assert 0.5 < state.one_gbps < 1000
     assert 0.5 < state.two_gbps < 2000
+    assert state.busy_cores >= 0
     assert describe_machine().usable_cores >= 1
 
 

@@ -117,6 +117,8 @@ class Simulation:
         self.lost: list[WorkerLost] = []
         self.plans: list[StepPlan] = []
         self.outcomes: list[str] = []
+        self.ends: list[str] = []
+        """Ids of requests in the order in which they ended."""
         self._step_s = step_s or (lambda plan: 0.002 + 0.0005 * rng.random() * len(plan.rows))
         self._latency_s = latency_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -335,6 +337,7 @@ class Simulation:
             assert stream.end is None, (end, stream)
             assert end.tokens == len(stream.tokens), (end, stream)
             stream.end = end.reason
+            self.ends.append(end.request_id)
             if not stream.cancelled:
                 assert end.reason == stream.reason, (end, stream)
                 assert stream.tokens == stream.expected

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine_simulation import HEADS, PAGE, TERMINAL, VOCAB, Simulation, engine_start
 
 from dynamictp.messages import ArenaFacts, CancelSwitch
-from engine_simulation import HEADS, PAGE, TERMINAL, VOCAB, Simulation, engine_start
 
 LAYOUTS = ("tp1", "tp2", "tp3", "tp1+tp1", "tp2+tp1", "3*tp1", "tp1@2", "tp2@1,0", "tp2@2,1+tp1@0")
 
@@ -15,7 +15,7 @@ LAYOUTS = ("tp1", "tp2", "tp3", "tp1+tp1", "tp2+tp1", "3*tp1", "tp1@2", "tp2@1,0
 class Traffic:
     """Random arrivals, cancels, switches and (optionally) kills on one simulation."""
 
-    def __init__(self, seed: int, *, kills: bool = False) -> None:
+    def __init__(self, seed: int, *, kills: int = 0) -> None:
         self.rng = rng = random.Random(seed)
         blocks = rng.choice((12, 24, 48, 96))
         start = engine_start(
@@ -30,7 +30,11 @@ class Traffic:
             max_step_ms=rng.choice((3.0, 100.0)),
         )
         self.sim = Simulation(rng, start, latency_s=rng.choice((0.0, 0.0005, 0.004)))
-        self.prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(4)]
+        # The same blocks after different beginnings: only the whole chain tells them apart.
+        blocks_of_text = [[rng.randrange(VOCAB) for _ in range(PAGE)] for _ in range(3)]
+        self.prefixes = [
+            [t for _ in range(rng.randint(1, 6)) for t in rng.choice(blocks_of_text)] for _ in "1234"
+        ]
         self.longest = start.max_model_len
         self.switches: list[str] = []
         self.kills = kills
@@ -66,7 +70,8 @@ class Traffic:
         elif choice < 0.70:
             if self.switches:
                 sim.core.on_server(CancelSwitch(self.switches[-1]))
-        elif choice < 0.71 and self.kills:
+        elif choice < 0.74 and self.kills:
+            self.kills -= 1
             sim.kill(rng.randrange(3))
         else:
             deadline = rng.choice((0.0, 0.0, 0.01, 0.1))
@@ -91,7 +96,7 @@ class Traffic:
         )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_streams_equal_the_reference_under_random_switches(seed: int) -> None:
     traffic = Traffic(seed)
     traffic.play(switches=20)
@@ -99,6 +104,7 @@ def test_streams_equal_the_reference_under_random_switches(seed: int) -> None:
     assert outcomes.count("closed") >= 2, f"seed {seed}: {outcomes}"
 
 
-@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("seed", range(100, 116))
 def test_streams_survive_killed_workers(seed: int) -> None:
-    Traffic(seed, kills=True).play(switches=15)
+    # Fewer than make a request suspect of being their cause.
+    Traffic(seed, kills=2).play(switches=15)

@@ -39,7 +39,9 @@ class Request:
 
     def as_new(self) -> NewRow:
         tokens = pack_tokens([*self.prompt, *self.output])
-        return NewRow(self.row, f"r{self.row}", 1, tokens, len(self.prompt), self.sampling, tuple(self.blocks))
+        return NewRow(
+            self.row, f"r{self.row}", 1, tokens, len(self.prompt), self.sampling, tuple(self.blocks)
+        )
 
 
 def random_prompt(seed: int, length: int, vocab: int) -> list[int]:

@@ -16,6 +16,7 @@ from dynamictp.clock import ManualClock, SystemClock
 from dynamictp.errors import CapacityError
 from dynamictp.messages import (
     CancelRequest,
+    DomainStatus,
     EngineReady,
     Outputs,
     PromptLogprobs,
@@ -78,7 +79,7 @@ class Pair:
     def say(self, *bodies: Outputs | EngineReady | Snapshot) -> None:
         for body in bodies:
             self.engine.send(body)
-        self.client._drain()
+        self.client._link._drain()
 
     def heard(self) -> Iterator[object]:
         while (body := self.engine.receive()) is not None:
@@ -214,12 +215,26 @@ async def test_a_sink_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) ->
     assert "could not be handled" in caplog.text
 
 
+async def test_a_message_that_can_not_be_handled_does_not_hold_up_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair, sink = Pair(), Recorder()
+    pair.submit(sink)
+    impossible = DomainStatus("d1", 1, "", 2, 1, (0,), "serving")
+    pair.say(
+        Snapshot(0.0, "tp2", 0, 0, 0, (impossible,), (), 0, 0, 0),
+        Outputs(tokens=(event(0),)),
+    )
+    assert sink.tokens == [0]
+    assert "could not be handled" in caplog.text
+
+
 async def test_many_messages_leave_room_for_other_tasks() -> None:
     pair, sink = Pair(), Recorder()
     pair.submit(sink, max_tokens=1000)
     for position in range(500):
         pair.engine.send(Outputs(tokens=(event(position),)))
-    pair.client._drain()
+    pair.client._link._drain()
     assert 0 < len(sink.tokens) < 500
     while len(sink.tokens) < 500:  # noqa: ASYNC110
         await asyncio.sleep(0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamictp.errors import BadRequest
 from dynamictp.server.fields import parse_object
@@ -227,3 +230,34 @@ def test_tokenize_wants_one_of_prompt_and_messages() -> None:
             parse_tokenize(body)
     assert parse_tokenize({"prompt": "a"}).add_special_tokens
     assert not parse_tokenize({"messages": USER}).add_special_tokens
+
+
+FIELDS = [
+    *(name for name, _, _ in REFUSED),
+    "messages",
+    "stream_options",
+    "tools",
+    "top_logprobs",
+    "chat_template_kwargs",
+    "max_completion_tokens",
+    "x",
+]
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "0"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4))
+def test_any_json_is_either_read_or_refused(body: dict[str, Any]) -> None:
+    for parse, base in ((parse_completion, {"prompt": "x"}), (parse_chat, {"messages": USER})):
+        with contextlib.suppress(BadRequest):
+            parse({**base, **body}, VOCAB, SamplingDefaults())

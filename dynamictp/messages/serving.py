@@ -1,0 +1,169 @@
+"""Between server and engine: requests, tokens, layouts, snapshots."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dynamictp.messages.values import (
+    DeviceStatus,
+    DomainStatus,
+    Message,
+    SamplingParams,
+    ServedBy,
+    TokenLogprobs,
+)
+
+
+class SubmitRequest(Message, frozen=True):
+    """A request, or a live one again after an engine restart (then with a higher `attempt`).
+
+    `tokens` holds the prompt and the tokens emitted so far; `prompt_len` is the boundary. `salt` is the
+    tenant's addition to prefix hashes. `deadline_s` is absolute.
+    """
+
+    request_id: str
+    attempt: int
+    tokens: bytes
+    prompt_len: int
+    sampling: SamplingParams
+    arrival_s: float
+    pool: str = "default"
+    model: str = ""
+    tenant: str = ""
+    priority: int = 0
+    request_class: str = ""
+    deadline_s: float | None = None
+    salt: str = ""
+
+
+class CancelRequest(Message, frozen=True):
+    request_id: str
+    attempt: int
+
+
+class SetLayout(Message, frozen=True):
+    """Command of a switch. Idempotent by `switch_id`; `phase` is the phase the switch should reach."""
+
+    switch_id: str
+    layout: str
+    phase: Literal["commit", "close"] = "close"
+    pool: str = "default"
+    ramp: bool = False
+    drain_deadline_s: float = 0.0
+    reason: str = "admin"
+
+
+class CancelSwitch(Message, frozen=True):
+    """Take a switch back that has not committed yet."""
+
+    switch_id: str
+
+
+class Shutdown(Message, frozen=True):
+    """Stop. With `drain_s` > 0 running requests may finish first."""
+
+    drain_s: float = 0.0
+
+
+class EngineReady(Message, frozen=True):
+    """All workers are mapped and the first layout serves."""
+
+    layout: str
+    arena_pages: int
+    max_model_len: int
+    legal_degrees: tuple[int, ...] = ()
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """One output token. `position` counts output tokens of the request from 0."""
+
+    request_id: str
+    attempt: int
+    position: int
+    token: int
+    served: ServedBy
+    logprobs: TokenLogprobs | None = None
+
+
+class RequestEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The engine has let go of a request: row and pages are free or will be after its last step.
+
+    `error` is set for reason `error` and says why. `cached_tokens` counts prompt tokens not computed.
+    """
+
+    request_id: str
+    attempt: int
+    reason: Literal["stop", "length", "cancelled", "error"]
+    tokens: int
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens; entry i belongs to the sequence index `start + i`."""
+
+    request_id: str
+    attempt: int
+    start: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+class Outputs(Message, frozen=True):
+    """What one turn of the engine produced, in order: log-probabilities of prompts, tokens, ends."""
+
+    tokens: tuple[TokenEvent, ...] = ()
+    ends: tuple[RequestEnd, ...] = ()
+    prompts: tuple[PromptLogprobs, ...] = ()
+
+
+class SwitchStatus(Message, frozen=True):
+    """Progress of a switch, sent at every phase it completes.
+
+    `outcome` is empty while it runs; `committed` once new requests go to the new layout, `closed` when the
+    old domains are gone, `noop` when nothing was to do, `failed` or `cancelled` when it was taken back.
+    `phases_ms` has an entry per completed phase: prepare_views, prepare_communicator, proof, ramp, commit,
+    drain, close.
+    """
+
+    switch_id: str
+    from_layout: str
+    to_layout: str
+    phase: str
+    outcome: Literal["", "committed", "closed", "noop", "failed", "cancelled"] = ""
+    phases_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    handovers: int = 0
+    recomputes: int = 0
+    weight_bytes_copied: int = 0
+    reason: str = "admin"
+    error: str | None = None
+
+
+class Snapshot(Message, frozen=True):
+    """The engine's state for metrics, `/admin/layout` and the planner. Sent periodically and on changes."""
+
+    time_s: float
+    layout: str
+    waiting: int
+    running: int
+    rows_used: int
+    domains: tuple[DomainStatus, ...]
+    devices: tuple[DeviceStatus, ...]
+    pages_free: int
+    pages_cached: int
+    pages_total: int
+    prefix_hits: int = 0
+    prefix_queries: int = 0
+    preemptions: int = 0
+    max_model_len: int = 0
+    step_engine_us: float = 0.0
+    """Median engine time per step over the last steps, in microseconds."""
+
+
+class WorkerLost(Message, frozen=True):
+    """The engine asks the supervisor for a new worker on a device."""
+
+    device: int
+    incarnation: int
+    reason: str

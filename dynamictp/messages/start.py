@@ -1,0 +1,36 @@
+"""What the engine process is told at its start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dynamictp.facts import DType, ModelFacts
+
+
+class ArenaFacts(msgspec.Struct, frozen=True):
+    """The KV arena: pages of `page_tokens` tokens of one head; `pages` is a multiple of the KV heads."""
+
+    pages: int
+    page_tokens: int
+    dtype: DType
+
+
+class EngineStart(msgspec.Struct, frozen=True):
+    """Everything the engine process needs to begin."""
+
+    facts: ModelFacts
+    arena: ArenaFacts
+    devices: int
+    layout: str
+    legal_degrees: tuple[int, ...]
+    model: str = ""
+    mode: Literal["static", "dynamic", "dry-run"] = "static"
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 512
+    max_step_ms: float = 100.0
+    prefix_cache: bool = True
+    comm_slots: int = 1
+    incarnation: int = 1
