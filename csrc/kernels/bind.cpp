@@ -183,9 +183,6 @@ public:
                        {at<void>(x), stride, rows}, at<void>(y), y_stride);
     }
     std::size_t arg_max(Address values, std::size_t size) const { return kernels_.arg_max(at<const float>(values), size); }
-    float log_sum_exp(Address values, std::size_t size) const {
-        return kernels_.log_sum_exp(at<const float>(values), size);
-    }
 
 private:
     const Kernels& kernels_;
@@ -265,6 +262,8 @@ void bind_kernels(nb::module_& module) {
         .def("take_wait_ns", [](BoundStep& self) { return self.step().take_wait_ns(); })
         .def_prop_ro("logits_address",
                      [](BoundStep& self) { return reinterpret_cast<Address>(self.step().logits_data()); })
+        .def_prop_ro("tokens_address",
+                     [](BoundStep& self) { return reinterpret_cast<Address>(self.step().tokens_data()); })
         .def_prop_ro("logits_stride", [](BoundStep& self) { return self.step().logits_stride(); });
 
     nb::class_<Table>(module, "KernelTable")
@@ -273,8 +272,7 @@ void bind_kernels(nb::module_& module) {
              "y_stride"_a)
         .def("gated", &Table::gated, "gate"_a, "up"_a, "panels"_a, "columns"_a, "x"_a, "stride"_a, "rows"_a, "y"_a,
              "y_stride"_a)
-        .def("arg_max", &Table::arg_max, "values"_a, "size"_a)
-        .def("log_sum_exp", &Table::log_sum_exp, "values"_a, "size"_a);
+        .def("arg_max", &Table::arg_max, "values"_a, "size"_a);
 }
 
 }  // namespace dynamictp::kernels

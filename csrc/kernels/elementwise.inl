@@ -1,4 +1,4 @@
-// Norms, rounding, and reductions over the vocabulary. Included by each level after linear.inl.
+// Norms, rotation, page writes, and the maximum over the vocabulary. Included by each level after linear.inl.
 
 namespace {
 
@@ -95,17 +95,6 @@ std::size_t arg_max(const float* values, std::size_t size) {
         if (values[i] == best) return i;
     }
     return 0;
-}
-
-float log_sum_exp(const float* values, std::size_t size) {
-    const float best = largest(values, size);
-    const F16 shift = set1(best);
-    F16 sums[4] = {zero(), zero(), zero(), zero()};
-    for (std::size_t i = 0; i < size; i += lanes) {
-        const F16 term = power_of_two(mul(sub(load(values + i), shift), set1(log2_e)));
-        sums[i / lanes % 4] = add(sums[i / lanes % 4], term);
-    }
-    return best + __builtin_logf(sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3]))));
 }
 
 }  // namespace

@@ -75,8 +75,6 @@ struct Kernels {
     void (*unpack_row)(const void* panels, std::size_t columns, std::size_t row, float* out);
     // Index of the largest of `size` values, the lowest of equals; size a multiple of 16.
     std::size_t (*arg_max)(const float* values, std::size_t size);
-    // log Σ exp(values), size a multiple of 16.
-    float (*log_sum_exp)(const float* values, std::size_t size);
 };
 
 // Bytes that one attention tile needs whose longest row sees `length` keys.

@@ -11,7 +11,7 @@ namespace {
 template <class D, class Kv>
 constexpr dynamictp::kernels::Kernels table() {
     return {DYNAMICTP_LEVEL_NAME, linear<D>, gated<D>, add_norm<D>, head_norm, attention<Kv>, round<D>, rotate, store_key<D>,
-            store_value<D>, unpack_row<D>, arg_max, log_sum_exp};
+            store_value<D>, unpack_row<D>, arg_max};
 }
 
 }  // namespace

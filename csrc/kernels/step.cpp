@@ -38,8 +38,9 @@ Exchange Exchange::layout(const ModelShape& shape, const Limits& limits, std::si
     result.attn = place(limits.tokens, attended, width);
     result.hidden = place(limits.tokens, padded_stride(shape.hidden), sizeof(float));
     result.mlp = place(limits.tokens, padded_stride(shape.intermediate), width);
-    result.logits = place(limits.rows, round_up(shape.vocab, panel_rows), sizeof(float));
+    result.logits = place(limits.rows, padded_stride(round_up(shape.vocab, panel_rows)), sizeof(float));
     result.best = place(world, limits.rows, sizeof(Best));
+    result.tokens = place(limits.rows, 1, sizeof(std::int64_t));
     result.bytes = end;
     return result;
 }

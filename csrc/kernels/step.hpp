@@ -73,7 +73,7 @@ struct Exchange {
         std::size_t offset;  // bytes
         std::size_t stride;  // elements from row to row
     };
-    Buffer q, attn, hidden, mlp, logits, best;
+    Buffer q, attn, hidden, mlp, logits, best, tokens;
     std::size_t bytes;
 
     static Exchange layout(const ModelShape& shape, const Limits& limits, std::size_t world) noexcept;
@@ -119,6 +119,8 @@ public:
     void logits(const std::int64_t* tokens, std::size_t count, std::int64_t* arg_max);
 
     const float* logits_data() const noexcept { return reinterpret_cast<const float*>(shared_ + exchange_.logits.offset); }
+    // int64 [rows] that the step leaves alone: for the tokens that the ranks sample from the logits.
+    const std::byte* tokens_data() const noexcept { return shared_ + exchange_.tokens.offset; }
     std::size_t logits_stride() const noexcept { return exchange_.logits.stride; }
     // Time spent waiting for peers since the last call of this function.
     std::int64_t take_wait_ns() noexcept;

@@ -1,12 +1,13 @@
 """One rank's forward pass in native code: one call per step, with the interpreter lock released.
 
-The counterpart of `model.forward` for packed weights. It knows ranges and buffers, no communicator: the caller
-passes the native communicator's address, through which the step meets its peers.
+The counterpart of `model.forward` for packed weights. It knows ranges and buffers, no communicator: the
+caller passes the native communicator's address, through which the step meets its peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,43 +30,71 @@ class Rotation(Protocol):
         ...
 
 
-def native_exchange_bytes(facts: ModelFacts, dtype: DType, *, max_tokens: int, max_rows: int, world: int) -> int:
+def native_exchange_bytes(
+    facts: ModelFacts, dtype: DType, *, max_tokens: int, max_rows: int, world: int
+) -> int:
     """Bytes of the exchange payload of a domain of up to `world` ranks."""
     return int(_shape(facts, dtype).exchange_bytes(max_tokens, max_rows, world))
 
 
-class NativeForward:
-    """One rank's computation in one domain. Holds scratch memory and addresses into the given arrays, which it
-    keeps alive; used by one thread.
-
-    `weights` (uint8, `index.total_bytes`, packed panels), `payload` (uint8, `native_exchange_bytes`, shared by
-    all ranks and aligned to 64) and `arena` (uint8) are shared mappings. `communicator` is the native
-    communicator's address, 0 for one rank. Raises `ValueError` for what does not fit together.
+@dataclass(frozen=True)
+class NativeModel:
+    """What a process has for all its domains: a model, its packed weights and the KV arena (uint8, shared
+    mappings aligned to 64 bytes).
     """
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        index: WeightIndex,
-        ranges: ShardRanges,
-        *,
-        weights: Bytes,
-        payload: Bytes,
-        arena: Bytes,
-        spec: KVSpec,
-        rotation: Rotation,
-        level: str,
-        max_tokens: int,
-        max_rows: int,
-        world: int = 1,
-        communicator: int = 0,
-    ) -> None:
-        _check_memory(facts, index, weights, payload, arena, spec, max_tokens, max_rows, world)
-        if (communicator == 0) != (world == 1):
-            raise ValueError(f"a domain of {world} ranks with communicator {communicator:#x}")
-        base = _address(weights)
-        self._vocab, self._max_tokens, self._max_rows = facts.vocab, max_tokens, max_rows
-        self._rotation, self._positions = rotation, 0
+    facts: ModelFacts
+    index: WeightIndex
+    weights: Bytes
+    arena: Bytes
+    spec: KVSpec
+    rotation: Rotation
+    level: str
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for memory that does not fit the model."""
+        if self.index.layout != "panels" or self.weights.nbytes < self.index.total_bytes:
+            raise ValueError(
+                f"expected {self.index.total_bytes} bytes of packed weights, got {self.weights.nbytes} "
+                f"({self.index.layout})"
+            )
+        if self.spec.dtype != self.index.dtype:
+            raise ValueError(f"pages of {self.spec.dtype} for a model of {self.index.dtype}")
+        _check_aligned(weights=self.weights, arena=self.arena)
+
+
+@dataclass(frozen=True)
+class NativeExchange:
+    """The shared payload of one domain (uint8, `native_exchange_bytes`), the largest step it was sized for,
+    and the address of this rank's native communicator, 0 in a domain of one rank.
+    """
+
+    payload: Bytes
+    max_tokens: int
+    max_rows: int
+    world: int = 1
+    communicator: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a communicator that does not fit the degree."""
+        if (self.communicator == 0) != (self.world == 1):
+            raise ValueError(f"a domain of {self.world} ranks with communicator {self.communicator:#x}")
+        _check_aligned(payload=self.payload)
+
+
+class NativeForward:
+    """One rank's computation in one domain. Holds scratch memory, and addresses into arrays that it keeps
+    alive; used by one thread. Raises `ValueError` for an exchange that is too small.
+    """
+
+    def __init__(self, model: NativeModel, ranges: ShardRanges, exchange: NativeExchange) -> None:
+        facts, index, payload = model.facts, model.index, exchange.payload
+        limits = {"max_tokens": exchange.max_tokens, "max_rows": exchange.max_rows}
+        needed = native_exchange_bytes(facts, index.dtype, **limits, world=exchange.world)
+        if payload.nbytes < needed:
+            raise ValueError(f"the exchange payload has {payload.nbytes} bytes, {needed} are needed")
+        base = _address(model.weights)
+        self._rotation, self._positions = model.rotation, 0
         self._step = native.require().Step(
             _shape(facts, index.dtype),
             {name: base + entry.offset for name, entry in index.entries.items()},
@@ -73,20 +102,22 @@ class NativeForward:
             hidden=_units(ranges.hidden, PANEL_ROWS),
             mlp=_units(ranges.mlp, PANEL_ROWS),
             vocab=_units(ranges.vocab, PANEL_ROWS),
-            arena=_address(arena),
-            pages=arena.nbytes // spec.page_bytes,
-            page_tokens=spec.page_tokens,
+            arena=_address(model.arena),
+            pages=model.arena.nbytes // model.spec.page_bytes,
+            page_tokens=model.spec.page_tokens,
             exchange=_address(payload),
-            max_tokens=max_tokens,
-            max_rows=max_rows,
-            communicator=communicator,
-            level=level,
-            keep=(weights, payload, arena),
+            communicator=exchange.communicator,
+            level=model.level,
+            keep=(model, exchange),
+            **limits,
         )
+        rows, stride = exchange.max_rows, self._step.logits_stride
         start = self._step.logits_address - _address(payload)
-        stride = self._step.logits_stride
-        logits = payload[start : start + max_rows * stride * 4].view(np.float32).reshape(max_rows, stride)
+        logits = payload[start : start + rows * stride * 4].view(np.float32).reshape(rows, stride)
         self._logits = logits[:, : facts.vocab]
+        start = self._step.tokens_address - _address(payload)
+        self.tokens: NDArray[np.int64] = payload[start : start + rows * 8].view(np.int64)
+        """[max_rows] shared by the ranks, for the tokens they sample; free between barriers of the caller."""
 
     def run(
         self, tokens: NDArray[np.int64], spans: Sequence[tuple[int, int]], tables: Sequence[NDArray[np.int32]]
@@ -100,7 +131,9 @@ class NativeForward:
         starts = [start for start, _ in spans]
         counts = [count for _, count in spans]
         if len(tokens) != sum(counts) or len(tables) != len(spans):
-            raise ValueError(f"{len(tokens)} tokens and {len(tables)} tables for spans of {sum(counts)} tokens")
+            raise ValueError(
+                f"{len(tokens)} tokens and {len(tables)} tables for spans of {sum(counts)} tokens"
+            )
         longest = max((start + count for start, count in spans), default=0)
         if longest > self._positions:
             self._grow(longest)
@@ -109,7 +142,7 @@ class NativeForward:
         self._step.run(_address(tokens), starts, counts, [_address(table) for table in tables])
 
     def logits(self, rows: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """(fp32 [n, V], arg-max [n]) of batch rows `rows` of the last step; equal maxima go to the lowest token.
+        """(fp32 [n, V], arg-max [n]) of batch rows `rows` of the last step; of equal maxima the lowest token.
 
         The logits are a view of the exchange, valid until they are computed again; the caller puts a barrier
         between its reads and that. Raises `ValueError` beyond `max_rows`.
@@ -130,7 +163,7 @@ class NativeForward:
 
 
 def map_aligned(descriptor: int, size: int, *, writable: bool = True) -> Bytes:
-    """uint8 [size] over a descriptor's shared memory, at an address where huge pages can lie. Raises `OSError`."""
+    """uint8 [size] over a descriptor's shared memory, where huge pages can lie. Raises `OSError`."""
     mapped: Bytes = native.require().map_aligned(descriptor, size, writable)
     return mapped
 
@@ -140,13 +173,6 @@ def collapse(memory: NDArray[Any]) -> float:
     if not memory.nbytes:
         return 0.0
     return int(native.require().collapse_pages(_address(memory), memory.nbytes)) / memory.nbytes
-
-
-def log_sum_exp(logits: NDArray[np.float32], level: str) -> float:
-    """log Σ exp of one row [V] in fixed order."""
-    padding = -len(logits) % PANEL_ROWS
-    row = np.pad(logits, (0, padding), constant_values=-np.inf) if padding else np.ascontiguousarray(logits)
-    return float(native.require().KernelTable(level, "fp32").log_sum_exp(_address(row), len(row)))
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -171,24 +197,7 @@ def _units(rows: Range, unit: int) -> tuple[int, int]:
     return rows.start // unit, -(-rows.stop // unit)
 
 
-def _check_memory(
-    facts: ModelFacts,
-    index: WeightIndex,
-    weights: Bytes,
-    payload: Bytes,
-    arena: Bytes,
-    spec: KVSpec,
-    max_tokens: int,
-    max_rows: int,
-    world: int,
-) -> None:
-    if index.layout != "panels" or weights.nbytes < index.total_bytes:
-        raise ValueError(f"expected {index.total_bytes} bytes of packed weights, got {weights.nbytes} ({index.layout})")
-    if spec.dtype != index.dtype:
-        raise ValueError(f"pages of {spec.dtype} for a model of {index.dtype}")
-    needed = native_exchange_bytes(facts, index.dtype, max_tokens=max_tokens, max_rows=max_rows, world=world)
-    if payload.nbytes < needed:
-        raise ValueError(f"the exchange payload has {payload.nbytes} bytes, {needed} are needed")
-    for name, memory in (("weights", weights), ("payload", payload), ("arena", arena)):
+def _check_aligned(**memories: Bytes) -> None:
+    for name, memory in memories.items():
         if not memory.flags.c_contiguous or _address(memory) % 64:
             raise ValueError(f"{name} must be contiguous and aligned to 64 bytes")

@@ -11,7 +11,7 @@ from dynamictp.facts import PANEL_ROWS, ModelFacts
 
 KernelPath = Literal["torch", "native"]
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
-"""CPU-feature levels, each including those before it. Bits are the same within one level, not between them."""
+"""CPU-feature levels, each including those before it. Bits are the same within a level, not between them."""
 
 LEVEL_ENV = "DYNAMICTP_KERNEL_LEVEL"
 """Environment variable that forces a level below the processor's best, for tests and comparisons."""
@@ -30,7 +30,9 @@ class KernelChoice(NamedTuple):
         return f"native-{self.level}" if self.path == "native" else "torch"
 
 
-def choose_kernels(wanted: Literal["auto", "torch", "native"], facts: ModelFacts, page_tokens: int) -> KernelChoice:
+def choose_kernels(
+    wanted: Literal["auto", "torch", "native"], facts: ModelFacts, page_tokens: int
+) -> KernelChoice:
     """The path for this model on this machine. `auto` is native where it can be.
 
     Raises `ConfigError` when native is asked for and can't be, or the environment names an unusable level.

@@ -1,9 +1,9 @@
 """The canonical form of a model's weights: one buffer, one index, whatever file they came from.
 
-The buffer is shared memory mapped by every worker. Matrices have their output rows first, padded with zero rows
-to whole panels, so that any range of panels is a view. They are row-major, or packed panels (`model.panels`): what
-the kernel path reads, never both. Q, K and V are fused into one matrix; norms and biases are float32.
-`plan_weights` is pure: every process computes the same index from the facts.
+The buffer is shared memory mapped by every worker. Matrices have their output rows first, padded with zero
+rows to whole panels, so that any range of panels is a view. They are row-major, or packed panels
+(`model.panels`): what the kernel path reads, never both. Q, K and V are fused into one matrix; norms and
+biases are float32. `plan_weights` is pure: every process computes the same index from the facts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WeightIndex(msgspec.Struct, frozen=True):
     """Type of the matrices."""
     total_bytes: int
     layout: WeightLayout = "rows"
-    """Form of the matrices. Packed ones have the same place and size; `view_weight` shows their raw memory."""
+    """Form of the matrices. Packed ones have the same place and size; `view_weight` shows raw memory."""
 
 
 class _Weight(NamedTuple):

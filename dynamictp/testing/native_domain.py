@@ -1,7 +1,7 @@
 """All ranks of a domain on the native kernel path, as threads of one process: for tests and benchmarks.
 
-The communicator is the real one in shared memory; the interpreter lock is released inside a step, so ranks run
-at the same time.
+The communicator is the real one in shared memory; the interpreter lock is released inside a step, so ranks
+run at the same time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamictp.facts import ModelFacts
-from dynamictp.kernels.native import Bytes, NativeForward, map_aligned, native_exchange_bytes
-from dynamictp.kv import KVSpec
-from dynamictp.model.rope import RopeTable
-from dynamictp.model.weights import WeightIndex
+from dynamictp.kernels.native import (
+    Bytes,
+    NativeExchange,
+    NativeForward,
+    NativeModel,
+    map_aligned,
+    native_exchange_bytes,
+)
+from dynamictp.model.panels import pack
+from dynamictp.model.weights import WeightIndex, plan_weights, view_weight
 from dynamictp.ranges import shard_ranges
 from dynamictp.worker.comm.control import ControlState, bytes_needed, open_control
 from dynamictp.worker.comm.shm import ShmCommunicator, create_shared, region_bytes
@@ -28,7 +34,7 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """One sequence's part of a step: `tokens` from index `start`; `table` is its page table [blocks, heads]."""
+    """One sequence's part of a step: `tokens` from index `start`, and its page table [blocks, KV heads]."""
 
     tokens: NDArray[np.int64]
     start: int
@@ -44,6 +50,21 @@ def shared_bytes(size: int) -> Bytes:
         os.close(descriptor)
 
 
+def pack_weights(
+    facts: ModelFacts, rows: WeightIndex, buffer: Bytes
+) -> tuple[WeightIndex, NDArray[np.uint8]]:
+    """Row-major weights as packed ones: the index, and a buffer of its own."""
+    index = plan_weights(facts, rows.dtype, "panels")
+    packed = shared_bytes(index.total_bytes)
+    for name, entry in index.entries.items():
+        source, target = view_weight(rows, buffer, name), view_weight(index, packed, name)
+        if len(entry.shape) == 2:
+            pack(source, target)
+        else:
+            target[...] = source
+    return index, packed
+
+
 class NativeDomain:
     """`tp` ranks over one copy of weights and one arena. A context manager.
 
@@ -52,39 +73,25 @@ class NativeDomain:
 
     def __init__(
         self,
-        facts: ModelFacts,
-        index: WeightIndex,
-        weights: Bytes,
-        *,
-        arena: Bytes,
-        spec: KVSpec,
+        model: NativeModel,
         tp: int,
-        level: str,
+        *,
         max_tokens: int = 512,
         max_rows: int = 64,
         cores: Sequence[int] = (),
     ) -> None:
         self.tp = tp
-        self._payload = shared_bytes(
-            native_exchange_bytes(facts, index.dtype, max_tokens=max_tokens, max_rows=max_rows, world=tp)
-        )
+        facts, dtype = model.facts, model.index.dtype
+        size = native_exchange_bytes(facts, dtype, max_tokens=max_tokens, max_rows=max_rows, world=tp)
+        payload = shared_bytes(size)
         self.comms = _communicators(tp) if tp > 1 else []
-        rotation = RopeTable(facts)
         self.ranks = [
             NativeForward(
-                facts,
-                index,
+                model,
                 shard_ranges(facts, tp, rank),
-                weights=weights,
-                payload=self._payload,
-                arena=arena,
-                spec=spec,
-                rotation=rotation,
-                level=level,
-                max_tokens=max_tokens,
-                max_rows=max_rows,
-                world=tp,
-                communicator=self.comms[rank].core_address if tp > 1 else 0,
+                NativeExchange(
+                    payload, max_tokens, max_rows, tp, self.comms[rank].core_address if tp > 1 else 0
+                ),
             )
             for rank in range(tp)
         ]
@@ -114,7 +121,9 @@ class NativeDomain:
 
     def on_all(self, call: Callable[[NativeForward], T]) -> list[T]:
         """Call with every rank's forward in that rank's thread, at once."""
-        futures = [thread.submit(call, forward) for thread, forward in zip(self._threads, self.ranks, strict=True)]
+        futures = [
+            thread.submit(call, forward) for thread, forward in zip(self._threads, self.ranks, strict=True)
+        ]
         return [future.result() for future in futures]
 
     def close(self) -> None:
