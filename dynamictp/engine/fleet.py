@@ -108,7 +108,7 @@ class Fleet:
             )  # fmt: skip
 
     def prove(self, domain: Domain) -> None:
-        """Queue the first collective and the warm-up; at the same place of every member's queue."""
+        """Queue the first collective; at the same place of every member's queue."""
         for device in domain.devices:
             self._send(device, ProveDomain(domain.epoch, domain.next_step))
         domain.next_step += 1

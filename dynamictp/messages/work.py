@@ -35,7 +35,7 @@ class OpenDomain(Message, frozen=True):
 
 
 class ProveDomain(Message, frozen=True):
-    """Run the proof collective and a warm-up on a domain, in queue order; rank 0 answers `DomainProven`."""
+    """Run the proof collective on a domain, in queue order; rank 0 answers `DomainProven`."""
 
     epoch: int
     step: int

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dynamictp.facts import ModelFacts
 from dynamictp.model.attention import Bucket, make_buckets
 from dynamictp.model.attention_plan import Item, Span
-from dynamictp.model.exchange_size import MIN_ROWS
+from dynamictp.model.exchange_size import padded_rows
 from dynamictp.model.pages import KVArena
 from dynamictp.model.views import HeadUnits
 from dynamictp.ranges import Range
@@ -20,7 +20,7 @@ from dynamictp.ranges import Range
 
 @dataclass(frozen=True)
 class StepBatch:
-    """T tokens, padded to at least `MIN_ROWS`; padding rows belong to no sequence and touch no page."""
+    """T tokens, padded to `padded_rows`; padding rows belong to no sequence and touch no page."""
 
     tokens: torch.Tensor
     """int64 [padded T]"""
@@ -49,7 +49,7 @@ def make_batch(
     start + count tokens; `items` is the rank's part of `divide_attention`, `heads` its part of QKV.
     """
     count = len(tokens)
-    padded = np.zeros(max(count, MIN_ROWS), np.int64)
+    padded = np.zeros(padded_rows(count), np.int64)
     padded[:count] = tokens
     positions = np.zeros_like(padded)
     for span in spans:

@@ -64,8 +64,8 @@ _SLOTS = 16
 def random_weights(facts: ModelFacts, seed: int, dtype: DType) -> tuple[WeightIndex, NDArray[np.uint8]]:
     """Weights of a random model in canonical form: the index, and the buffer it describes.
 
-    Matrices have the variance that keeps activations near one; the head is larger, so that logits have a clear
-    order.
+    Matrices have the variance that keeps activations near one; embedding and head differ, so that logits have
+    a clear order.
     """
     index = plan_weights(facts, dtype)
     buffer = np.frombuffer(mmap.mmap(-1, index.total_bytes), np.uint8)
