@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 
-from scripted_server import Peer, scripted
+from tests.bench.scripted_server import Peer, scripted
 
 
 class FakeServe:

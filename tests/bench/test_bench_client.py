@@ -7,13 +7,13 @@ import os
 from contextlib import suppress
 
 import pytest
-from scripted_server import Peer, scripted
 
 from dynamictp.bench.client import Client, run_lowered, run_schedule
 from dynamictp.bench.exchange import Origin
 from dynamictp.bench.result import FailureKind, Result
 from dynamictp.bench.schedule import Request
 from dynamictp.clock import ManualClock, SystemClock
+from tests.bench.scripted_server import Peer, scripted
 
 
 class WatchedClock(ManualClock):

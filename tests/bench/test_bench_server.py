@@ -8,12 +8,12 @@ import signal
 import sys
 
 import pytest
-from scripted_server import Peer, scripted
 
 from dynamictp.bench.admin import Admin
 from dynamictp.bench.server import ServerProcess, interrupts_deferred, serve_command
 from dynamictp.clock import ManualClock
 from dynamictp.errors import FatalError
+from tests.bench.scripted_server import Peer, scripted
 
 # A server of two processes; with `stubborn` neither heeds SIGTERM. Reports its child's pid as progress.
 TWO_PROCESSES = """

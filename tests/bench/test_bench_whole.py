@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_serve import FakeServe
-from scripted_server import scripted
 
 from dynamictp.bench import blocks
+from tests.bench.fake_serve import FakeServe
+from tests.bench.scripted_server import scripted
 
 HERE = Path(__file__).parent
 

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from engine_simulation import Simulation, engine_start
 
 from dynamictp.clock import ManualClock
 from dynamictp.engine.core import EngineCore
@@ -21,6 +20,7 @@ from dynamictp.messages import (
     WorkerHello,
     WorkerLost,
 )
+from tests.engine.engine_simulation import Simulation, engine_start
 
 
 def simulation(**changes: Any) -> Simulation:

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from engine_simulation import HEADS, PAGE, VOCAB, engine_start
 
 from dynamictp.messages import (
     Body,
@@ -33,6 +32,7 @@ from dynamictp.messages import (
 from dynamictp.testing.fake_worker import FakeArena, FakeCluster, reference_tokens
 from dynamictp.transport import ZmqLink, zmq_link
 from dynamictp.worker.comm.control import bytes_needed, open_control
+from tests.engine.engine_simulation import HEADS, PAGE, VOCAB, engine_start
 
 pytestmark = pytest.mark.multi
 

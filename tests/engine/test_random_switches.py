@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_simulation import HEADS, PAGE, TERMINAL, VOCAB, Simulation, engine_start
 
 from dynamictp.messages import ArenaFacts, CancelSwitch
+from tests.engine.engine_simulation import HEADS, PAGE, TERMINAL, VOCAB, Simulation, engine_start
 
 LAYOUTS = ("tp1", "tp2", "tp3", "tp1+tp1", "tp2+tp1", "3*tp1", "tp1@2", "tp2@1,0", "tp2@2,1+tp1@0")
 

@@ -6,9 +6,8 @@ import random
 from time import perf_counter
 from typing import Any
 
-from engine_simulation import HEADS, PAGE, Simulation, engine_start
-
 from dynamictp.messages import ArenaFacts, CancelRequest, RowStep, StepPlan
+from tests.engine.engine_simulation import HEADS, PAGE, Simulation, engine_start
 
 
 def simulation(*, step_s: float = 0.002, **changes: Any) -> Simulation:

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from engine_simulation import HEADS, PAGE, Simulation, engine_start
 
 from dynamictp.errors import ConfigError
 from dynamictp.messages import (
@@ -18,6 +17,7 @@ from dynamictp.messages import (
     SetLayout,
     Shutdown,
 )
+from tests.engine.engine_simulation import HEADS, PAGE, Simulation, engine_start
 
 PHASES = ["prepare_views", "prepare_communicator", "proof", "ramp", "commit", "drain", "close"]
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
-from server_stack import Stack, running_stack
+
+from tests.server.server_stack import Stack, running_stack
 
 
 @pytest_asyncio.fixture

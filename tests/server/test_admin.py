@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from server_stack import Stack
 
 from dynamictp.errors import LayoutRefused
 from dynamictp.messages import SetLayout
 from dynamictp.server.service import DeviceInfo
 from dynamictp.server.switches import check_layout
+from tests.server.server_stack import Stack
 
 
 async def put(stack: Stack, layout: Any, **more: Any) -> httpx.Response:

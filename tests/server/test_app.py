@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from server_stack import Stack
 
 import dynamictp
 from dynamictp.server.app import create_app
+from tests.server.server_stack import Stack
 
 
 @pytest.mark.parametrize(

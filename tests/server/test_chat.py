@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from server_stack import Stack, running_stack, speaking
-
 from dynamictp.messages import SubmitRequest, unpack_tokens
+from tests.server.server_stack import Stack, running_stack, speaking
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from server_stack import EOS, byte_tokenizer
 
 from dynamictp.messages import ServedBy, TokenEvent
 from dynamictp.server.choice import Choice, TextRules
 from dynamictp.server.engine_client import Ended
 from dynamictp.server.stop import StopSet
+from tests.server.server_stack import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from server_stack import EOS, Stack, running_stack, speaking
 
 from dynamictp.messages import CancelRequest, SubmitRequest, unpack_tokens
+from tests.server.server_stack import EOS, Stack, running_stack, speaking
 
 
 def submitted(stack: Stack) -> list[SubmitRequest]:

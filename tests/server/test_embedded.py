@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import pytest_asyncio
-from server_stack import on_port, read_events, running_stack
 
 from dynamictp.messages import SamplingParams, SubmitRequest, unpack_tokens
 from dynamictp.model.load import open_model
 from dynamictp.server.service import Service
 from dynamictp.testing.fake_engine import FakeEngine
+from tests.server.server_stack import on_port, read_events, running_stack
 
 ANSWER = "Grüße, 世界 🙂! The end."
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
-from server_stack import Stack
 
 from dynamictp.messages import DeviceStatus, DomainStatus, Snapshot, SwitchStatus
 from dynamictp.server.metrics import Metrics
+from tests.server.server_stack import Stack
 
 FIRST_SET = {
     "dtp_num_requests_running",

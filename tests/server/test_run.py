@@ -6,10 +6,10 @@ import asyncio
 
 import httpx
 import pytest
-from server_stack import Stack
 
 from dynamictp.errors import ResourceError
 from dynamictp.server.run import ServerRunner
+from tests.server.server_stack import Stack
 
 
 async def test_start_gives_the_port_and_stop_frees_it(stack: Stack) -> None:

@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from server_stack import EOS, Stack, counting, on_port, read_events, running_stack, speaking
 
 from dynamictp.messages import CancelRequest, SamplingParams
 from dynamictp.testing.fake_engine import Script, ScriptedError
+from tests.server.server_stack import EOS, Stack, counting, on_port, read_events, running_stack, speaking
 
 USER: Any = [{"role": "user", "content": "hi"}]
 

@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from comm_harness import EPOCH, KINDS, open_domain, poll
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamictp.errors import CommunicatorBroken
 from dynamictp.worker.comm.base import Communicator
+from tests.worker.comm.comm_harness import EPOCH, KINDS, open_domain, poll
 
 worlds = st.integers(1, 9)
 seeds = st.integers(0, 2**32 - 1)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from comm_harness import needs_native, poll, shared_memory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from dynamictp.worker.comm.control import (
     bytes_needed,
     open_control,
 )
+from tests.worker.comm.comm_harness import needs_native, poll, shared_memory
 
 SLOTS, WORKERS = 3, 4
 Opener = Callable[[Any, int, int], ControlBlock]

@@ -9,12 +9,20 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from comm_harness import EPOCH, REGION_OFFSET, SLOT, needs_native, open_domain, poll, shared_memory
 
 from dynamictp import native
 from dynamictp.errors import CommunicatorBroken, ResourceError
 from dynamictp.worker.comm.control import ControlState, WorkerState, bytes_needed, open_control
 from dynamictp.worker.comm.shm import ShmCommunicator, default_spin, region_bytes
+from tests.worker.comm.comm_harness import (
+    EPOCH,
+    REGION_OFFSET,
+    SLOT,
+    needs_native,
+    open_domain,
+    poll,
+    shared_memory,
+)
 
 pytestmark = needs_native
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comm_harness import needs_native, poll
 
 from dynamictp.worker.comm.control import ControlBlock, ControlState, open_control
 from dynamictp.worker.comm.shm import create_shared, default_spin, map_shared, region_bytes
+from tests.worker.comm.comm_harness import needs_native, poll
 
 pytestmark = [needs_native, pytest.mark.multi]
 

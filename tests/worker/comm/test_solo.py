@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from comm_harness import shared_memory
 
 from dynamictp.errors import CommunicatorBroken
 from dynamictp.worker.comm.base import Communicator
 from dynamictp.worker.comm.control import ControlState, PlainControlBlock, bytes_needed
 from dynamictp.worker.comm.solo import SoloCommunicator
+from tests.worker.comm.comm_harness import shared_memory
 
 
 def test_operations_leave_the_only_rank_alone() -> None:
