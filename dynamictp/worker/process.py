@@ -22,7 +22,6 @@ from dynamictp.worker.communicators import SharedMemoryFactory
 from dynamictp.worker.core import WorkerCore
 from dynamictp.worker.start import WorkerStart, communicator_bytes, exchange_slot_bytes
 
-
 KERNEL_CACHE = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """Bounds of the matrix library's two caches of compiled kernels, 0.5 MB each, read at their first use. The
 default of 1,024 let a worker grow by hundreds of MB (measured)."""
@@ -71,7 +70,12 @@ def serve(core: WorkerCore, link: Link) -> None:
 
 def _open_core(start: WorkerStart, descriptors: Descriptors) -> WorkerCore:
     slot_bytes = exchange_slot_bytes(
-        start.facts, start.dtype, start.max_tokens, start.max_rows, start.devices
+        start.facts,
+        start.dtype,
+        start.max_tokens,
+        start.max_rows,
+        start.devices,
+        packed=bool(start.kernel_level),
     )
     region = communicator_bytes(start.devices)
     exchange = _map(descriptors.exchange)

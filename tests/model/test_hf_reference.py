@@ -78,7 +78,7 @@ def test_the_embedded_model_agrees_with_transformers(
     compare(demo, dtype, degrees)
 
 
-def compare(reference: Reference, dtype: DType, degrees: Sequence[int]) -> None:
+def compare(reference: Reference, dtype: DType, degrees: Sequence[int], kernel_level: str = "") -> None:
     index = plan_weights(reference.source.facts, dtype)
     buffer = np.zeros(index.total_bytes, np.uint8)
     load_weights(reference.source, index, buffer)
@@ -90,6 +90,7 @@ def compare(reference: Reference, dtype: DType, degrees: Sequence[int]) -> None:
         page_tokens=PAGE,
         max_tokens=260,
         weights=(index, buffer),
+        kernel_level=kernel_level,
     ) as node:
         found = {degree: teacher_forced(node, degree, reference.tokens) for degree in degrees}
     for degree in degrees:
