@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from dynamictp import native
 from dynamictp.facts import DType
+from dynamictp.kernels.select import kernel_level
 from dynamictp.messages import SamplingParams, TokenLogprobs
 from dynamictp.model.load import open_model
 from dynamictp.model.source import ModelSource
@@ -26,6 +28,8 @@ from tests.model.checkpoints import VARIANTS, make_variant
 TOKENS = 520
 PAGE = 64
 DEGREES = (1, 2, 3, 4, 5, 7)
+
+needs_native = pytest.mark.skipif(native.load() is None, reason="the native extension is not installed")
 
 
 class Bounds(NamedTuple):
@@ -76,6 +80,18 @@ def test_the_embedded_model_agrees_with_transformers(
     demo: Reference, dtype: DType, degrees: tuple[int, ...]
 ) -> None:
     compare(demo, dtype, degrees)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_native_kernels_agree_with_transformers(checkpoint: Reference, dtype: DType) -> None:
+    compare(checkpoint, dtype, DEGREES, kernel_level())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_native_kernels_run_the_embedded_model(demo: Reference, dtype: DType) -> None:
+    compare(demo, dtype, (1, 2), kernel_level())
 
 
 def compare(reference: Reference, dtype: DType, degrees: Sequence[int], kernel_level: str = "") -> None:
