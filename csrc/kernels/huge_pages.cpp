@@ -44,7 +44,12 @@ std::size_t collapse_pages(void* address, std::size_t size) noexcept {
     std::size_t collapsed = 0;
     // One at a time: a single range that can't be collapsed would end the call for all that follow it.
     for (std::uintptr_t page = round_up(begin); page < last; page += huge) {
-        if (madvise(reinterpret_cast<void*>(page), huge, MADV_COLLAPSE) == 0) collapsed += huge;
+        int result = -1;
+        // Another process may be at the same page; when it is done, this one only maps what that made.
+        for (int attempt = 0; attempt < 3 && result != 0; ++attempt) {
+            result = madvise(reinterpret_cast<void*>(page), huge, MADV_COLLAPSE);
+        }
+        if (result == 0) collapsed += huge;
     }
     return collapsed;
 }
