@@ -150,7 +150,7 @@ void gated_rows(const Panels& gate, const Panels& up, std::size_t first, std::si
 // when it is high enough to be held up by several streams; a lower one is faster left to the hardware (measured).
 template <class Tile>
 inline void for_each_tile(std::size_t rows, std::size_t panels, std::size_t group, const Tile& tile) {
-    constexpr std::size_t block = 128, high = 6;
+    constexpr std::size_t block = 128, high = 5;
     for (std::size_t start = 0; start < rows; start += block) {
         const std::size_t size = rows - start < block ? rows - start : block;
         const std::size_t tiles = (size + max_tile_rows - 1) / max_tile_rows;
