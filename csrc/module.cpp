@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <tuple>
 
+#include "kernels/bind.hpp"
 #include "shm/buffer.hpp"
 #include "shm/communicator.hpp"
 #include "shm/control.hpp"
@@ -108,6 +109,8 @@ public:
         return "closed";
     }
     const shm::Communicator& core() const { return core_; }
+    // For native code that meets the peers itself; it keeps this object alive.
+    std::uintptr_t core_address() { return reinterpret_cast<std::uintptr_t>(&core_); }
 
 private:
     shm::Buffer buffer_;
@@ -155,5 +158,8 @@ NB_MODULE(_native, module) {
         .def_prop_ro("epoch", [](const ShmCommunicator& self) { return self.core().epoch(); })
         .def_prop_ro("rank", [](const ShmCommunicator& self) { return self.core().rank(); })
         .def_prop_ro("world", [](const ShmCommunicator& self) { return self.core().world(); })
+        .def_prop_ro("core_address", &ShmCommunicator::core_address)
         .def_prop_ro("payload_bytes", [](const ShmCommunicator& self) { return self.core().payload_bytes(); });
+
+    dynamictp::kernels::bind_kernels(module);
 }

@@ -7,6 +7,9 @@ exported, so the mmap can't be closed under it. Errors of arguments are ValueErr
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 class ControlBlock:
     """Control words of domains and progress words of workers in shared memory; zeros are a valid block."""
 
@@ -70,3 +73,123 @@ class ShmCommunicator:
     def world(self) -> int: ...
     @property
     def payload_bytes(self) -> int: ...
+    @property
+    def core_address(self) -> int:
+        """Address of the C++ communicator, for a `Step` that meets the peers itself."""
+
+# ---------------------------------------------------------------- kernels, see `dynamictp.kernels`
+
+def kernel_level() -> str:
+    """The best CPU-feature level of this processor: portable, avx2, avx512 or avx512_bf16."""
+
+def map_aligned(descriptor: int, size: int, writable: bool) -> NDArray[np.uint8]:
+    """uint8 [size] over a shared mapping at a multiple of 2 MiB, unmapped with the array.
+
+    Raises `OSError`.
+    """
+
+def collapse_pages(address: int, size: int) -> int:
+    """Put the memory into huge pages now, best effort; the bytes that are in them."""
+
+def divide_attention(
+    spans: list[tuple[int, int]], kv_heads: int, group: int, rank: int, world: int
+) -> list[tuple[int, int, int, int]]:
+    """A rank's share of a step's attention: (sequence, KV head, first row, last row). Row j is token
+    j // group of the span (start, count), query head j % group of the KV head.
+    """
+
+class ModelShape:
+    """Sizes of a model; `dtype` is bf16 or fp32."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        hidden: int,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate: int,
+        vocab: int,
+        epsilon: float,
+        dtype: str,
+    ) -> None: ...
+    def exchange_bytes(self, max_tokens: int, max_rows: int, world: int) -> int: ...
+
+class Step:
+    """One rank's forward pass. See `dynamictp.kernels.native.NativeForward`, which checks memory; this takes
+    addresses. `weights` maps canonical names to addresses; `qkv` counts head units, `hidden`, `mlp` and
+    `vocab` panels; `communicator` is `ShmCommunicator.core_address`, 0 for one rank. `keep` stays alive with
+    the step.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: dict[str, int],
+        *,
+        qkv: tuple[int, int],
+        hidden: tuple[int, int],
+        mlp: tuple[int, int],
+        vocab: tuple[int, int],
+        arena: int,
+        pages: int,
+        page_tokens: int,
+        exchange: int,
+        max_tokens: int,
+        max_rows: int,
+        communicator: int,
+        level: str,
+        keep: object,
+    ) -> None: ...
+    def set_rotation(self, cosine: int, sine: int, positions: int, keep: object) -> None: ...
+    def run(self, tokens: int, starts: list[int], counts: list[int], tables: list[int]) -> None:
+        """`tokens` int64, one after another for all spans; `tables` int32 [blocks, KV heads] each."""
+
+    def logits(self, tokens: int, count: int, arg_max: int) -> None:
+        """Of batch rows int64 [count] of the last run, into the exchange; their arg-max int64 [count]."""
+
+    def take_wait_ns(self) -> int:
+        """Time spent waiting for peers since the last call."""
+
+    @property
+    def logits_address(self) -> int: ...
+    @property
+    def logits_stride(self) -> int: ...
+    @property
+    def tokens_address(self) -> int:
+        """int64 [max_rows] of the exchange that the step itself leaves alone."""
+
+class KernelTable:
+    """The kernels of one level and dtype by themselves, for tests and benchmarks. Strides in elements."""
+
+    def __init__(self, level: str, dtype: str) -> None: ...
+    def linear(
+        self,
+        weights: int,
+        panels: int,
+        columns: int,
+        bias: int,
+        x: int,
+        stride: int,
+        rows: int,
+        y: int,
+        y_stride: int,
+    ) -> None:
+        """fp32 y = x·Wᵀ + bias (address 0 for none)."""
+
+    def gated(
+        self,
+        gate: int,
+        up: int,
+        panels: int,
+        columns: int,
+        x: int,
+        stride: int,
+        rows: int,
+        y: int,
+        y_stride: int,
+    ) -> None:
+        """y = silu(x·Gᵀ)·(x·Uᵀ), rounded to the dtype."""
+
+    def arg_max(self, values: int, size: int) -> int: ...

@@ -28,7 +28,6 @@ def test_flag_over_file_over_default(tmp_path: Path) -> None:
         ("mode: dynamic", "dynamic"),
         ("weights: int8", "int8"),
         ("numerics: fast", "fast"),
-        ("kernels: native", "native"),
         ("layout: tp0x", "tp0x"),
         ("page_tokens: 24", "page-tokens"),
         ("port: 70000", "port"),

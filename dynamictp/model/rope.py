@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dynamictp.facts import ModelFacts, RopeFacts
 
@@ -24,24 +26,33 @@ class RopeTable:
     def __init__(self, facts: ModelFacts) -> None:
         self._frequencies = inverse_frequencies(facts.rope, facts.head_dim)
         self._factor = facts.rope.attention_factor
-        self._cos = torch.empty(0, facts.head_dim)
-        self._sin = torch.empty(0, facts.head_dim)
+        self._tables = (torch.empty(0, facts.head_dim), torch.empty(0, facts.head_dim))
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, signed sin) for int64 [T] positions, each fp32 [T, 1, D].
 
         The first half of sin carries the minus of the rotation: x·cos + roll(x, D/2)·sin rotates x.
         """
-        needed = int(positions.max()) + 1 if len(positions) else 0
-        if needed > len(self._cos):
-            self._grow(-(-needed // _GROW) * _GROW)
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self._at_least(int(positions.max()) + 1 if len(positions) else 0)
+        return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
 
-    def _grow(self, positions: int) -> None:
+    def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """(cos, sin) fp32 [at least `positions`, D/2], contiguous: the form that the native kernels read."""
+        cos, sin = self._at_least(positions)
+        half = cos.shape[1] // 2
+        return cos[:, :half].contiguous().numpy(), sin[:, half:].contiguous().numpy()
+
+    def _at_least(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tables = self._tables
+        if positions > len(tables[0]):
+            # Both in one assignment: ranks may be threads of one process.
+            tables = self._tables = self._compute(-(-positions // _GROW) * _GROW)
+        return tables
+
+    def _compute(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies[None, :]
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        self._cos = torch.cat((cos, cos), 1)
-        self._sin = torch.cat((-sin, sin), 1)
+        return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

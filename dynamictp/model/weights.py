@@ -1,14 +1,15 @@
 """The canonical form of a model's weights: one buffer, one index, whatever file they came from.
 
-The buffer is shared memory mapped by every worker. Matrices are row-major, output rows first, and padded with
-zero rows to whole panels, so that any range of panels is a view. Q, K and V are fused into one matrix; norms
-and biases are float32. `plan_weights` is pure: every process computes the same index from the facts.
+The buffer is shared memory mapped by every worker. Matrices have their output rows first, padded with zero
+rows to whole panels, so that any range of panels is a view. They are row-major, or packed panels
+(`model.panels`): what the kernel path reads, never both. Q, K and V are fused into one matrix; norms and
+biases are float32. `plan_weights` is pure: every process computes the same index from the facts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import msgspec
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 
 from dynamictp.errors import ModelRefused, ResourceError
 from dynamictp.facts import DTYPE_BYTES, PANEL_ROWS, DType, ModelFacts
+from dynamictp.model.panels import pack
 from dynamictp.model.source import Array, ModelSource, widen
 
 VECTOR_ALIGNMENT = 64
 MATRIX_ALIGNMENT = 4096
 _CHUNK_ELEMENTS = 1 << 18  # converted at a time: 1 MiB of float32 stays in cache
+WeightLayout = Literal["rows", "panels"]
 _NUMPY: dict[str, np.dtype[Any]] = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
 
 
@@ -63,6 +66,8 @@ class WeightIndex(msgspec.Struct, frozen=True):
     dtype: DType
     """Type of the matrices."""
     total_bytes: int
+    layout: WeightLayout = "rows"
+    """Form of the matrices. Packed ones have the same place and size; `view_weight` shows raw memory."""
 
 
 class _Weight(NamedTuple):
@@ -73,8 +78,13 @@ class _Weight(NamedTuple):
     shape: tuple[int, ...]
 
 
-def plan_weights(facts: ModelFacts, dtype: DType) -> WeightIndex:
-    """Lay out every weight of the model: matrices in `dtype`, vectors in float32. Pure."""
+def plan_weights(facts: ModelFacts, dtype: DType, layout: WeightLayout = "rows") -> WeightIndex:
+    """Lay out every weight of the model: matrices in `dtype`, vectors in float32. Pure.
+
+    Raises `ModelRefused` for packed panels of a model whose heads are not whole panels.
+    """
+    if layout == "panels" and facts.head_dim % PANEL_ROWS:
+        raise ModelRefused(f"head_dim is {facts.head_dim}; packed weights need a multiple of {PANEL_ROWS}")
     entries: dict[str, WeightEntry] = {}
     end = 0
     for weight in _weights(facts):
@@ -87,7 +97,8 @@ def plan_weights(facts: ModelFacts, dtype: DType) -> WeightIndex:
         )
         entries[weight.name] = entry
         end = entry.offset + entry.nbytes
-    return WeightIndex(entries=entries, dtype=dtype, total_bytes=_round_up(end, MATRIX_ALIGNMENT))
+    total_bytes = _round_up(end, MATRIX_ALIGNMENT)
+    return WeightIndex(entries=entries, dtype=dtype, total_bytes=total_bytes, layout=layout)
 
 
 def load_weights(
@@ -106,7 +117,7 @@ def load_weights(
     i, n = part
     if not 0 <= i < n:
         raise ValueError(f"part {part}: expected 0 <= i < n")
-    if plan_weights(source.facts, index.dtype) != index:
+    if plan_weights(source.facts, index.dtype, index.layout) != index:
         raise ValueError("the index was planned for another model")
     target = np.frombuffer(buffer, dtype=np.uint8)
     if target.nbytes < index.total_bytes:
@@ -114,7 +125,8 @@ def load_weights(
     mine = _share(index, n)[i]
     for weight in _weights(source.facts):
         if weight.name in mine:
-            _load_one(source, weight, view_weight(index, target, weight.name))
+            packed = index.layout == "panels" and len(weight.shape) == 2
+            _load_one(source, weight, view_weight(index, target, weight.name), packed=packed)
 
 
 def view_weight(index: WeightIndex, buffer: memoryview | NDArray[np.uint8], name: str) -> Array:
@@ -164,26 +176,45 @@ def _share(index: WeightIndex, parts: int) -> list[set[str]]:
     return shares
 
 
-def _load_one(source: ModelSource, weight: _Weight, target: Array) -> None:
+def _load_one(source: ModelSource, weight: _Weight, target: Array, *, packed: bool) -> None:
     start = 0
     for tensor in weight.tensors:
         rows = source.shape(tensor)[0]
-        _copy_rows(source, tensor, target[start : start + rows])
+        if packed:
+            # Only the last tensor of a stack may end inside a panel: heads are whole panels.
+            _pack_rows(source, tensor, target[start : _round_up(start + rows, PANEL_ROWS)], rows)
+        else:
+            _copy_rows(source, tensor, target[start : start + rows])
         start += rows
-    target[start:] = 0
+    if not packed:
+        target[start:] = 0
 
 
 def _copy_rows(source: ModelSource, tensor: str, target: Array) -> None:
-    columns = target.shape[1] if target.ndim == 2 else 1
-    step = max(1, _CHUNK_ELEMENTS // columns)
-    for start in range(0, len(target), step):
-        stop = min(start + step, len(target))
+    for start, values in _chunks(source, tensor, len(target)):
+        target[start : start + len(values)] = values
+
+
+def _pack_rows(source: ModelSource, tensor: str, target: Array, rows: int) -> None:
+    """Write `rows` rows as panels into the memory of `target`, a whole number of panels."""
+    for start, values in _chunks(source, tensor, rows):
+        chunk = np.zeros((_round_up(len(values), PANEL_ROWS), target.shape[1]), target.dtype)
+        chunk[: len(values)] = values
+        pack(chunk, target[start : start + len(chunk)])
+
+
+def _chunks(source: ModelSource, tensor: str, rows: int) -> Iterator[tuple[int, Array]]:
+    """(first row, values) of whole panels at a time, checked. Raises `ModelRefused`."""
+    columns = source.shape(tensor)[1] if len(source.shape(tensor)) == 2 else 1
+    step = _round_up(max(1, _CHUNK_ELEMENTS // columns), PANEL_ROWS)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
         values = widen(source.rows(tensor, start, stop))
-        target[start:stop] = values
         if not _finite(values):
             raise ModelRefused(
                 f"{source.path}: tensor {tensor} has infinite or undefined values (rows {start} to {stop})"
             )
+        yield start, values
 
 
 def _finite(values: Array) -> bool:

@@ -17,6 +17,7 @@ import click
 
 from dynamictp import native
 from dynamictp.config import GIB, ServeConfig
+from dynamictp.kernels.select import choose_kernels
 from dynamictp.model.chat import ChatTemplate, template_from_file
 from dynamictp.model.load import open_model
 from dynamictp.model.source import ModelSource
@@ -61,7 +62,11 @@ class _Launch:
         config = self._config
         interrupted = self._catch_signals()
         source = open_model(config.model)
-        index = plan_weights(source.facts, config.dtype)
+        kernels = choose_kernels(config.kernels, source.facts, config.page_tokens)
+        if kernels.reason:
+            say(f"torch kernels, several times slower: {kernels.reason}")
+        packed = kernels.path == "native"
+        index = plan_weights(source.facts, config.dtype, "panels" if packed else "rows")
         plan = plan_node(
             config,
             source.facts,
@@ -70,7 +75,7 @@ class _Launch:
             available_bytes=available_memory_bytes(),
             communicators=native.load() is not None,
         )
-        supervisor = Supervisor(config, plan, index)
+        supervisor = Supervisor(config, plan, index, kernels.level)
         service = self._service(source, plan, supervisor)
         runner = ServerRunner(create_app(service), config.host, config.port)
         try:

@@ -41,10 +41,14 @@ _REFUSALS = (ConfigError, ModelRefused, ResourceError)
 class Supervisor:
     """Owner of the shared memory and of every child process of one server."""
 
-    def __init__(self, config: ServeConfig, plan: NodePlan, index: WeightIndex) -> None:
+    def __init__(
+        self, config: ServeConfig, plan: NodePlan, index: WeightIndex, kernel_level: str = ""
+    ) -> None:
+        """`kernel_level` is the native kernels', empty for torch; `index` has the layout that they read."""
         self._config = config
         self._plan = plan
         self._index = index
+        self._kernel_level = kernel_level
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context = zmq.Context[zmq.Socket[bytes]](1)
         self._memory: dict[str, SharedMemory] = {}
@@ -104,6 +108,7 @@ class Supervisor:
             self._config.max_batched_tokens,
             self._config.max_num_seqs,
             plan.devices,
+            packed=bool(self._kernel_level),
         )
         control = control_bytes(plan.comm_slots, plan.devices)
         self._memory = {
@@ -164,6 +169,7 @@ class Supervisor:
             comm_slots=plan.comm_slots,
             deadline_s=config.collective_deadline_s,
             spin=0 if plan.oversubscribed else SPIN,
+            kernel_level=self._kernel_level,
         )
         file = sockets / f"worker-{device}.json"
         file.write_bytes(msgspec.json.encode(start))
@@ -190,7 +196,8 @@ class Supervisor:
                 errors = files.enter_context(tempfile.TemporaryFile())
                 arguments = [
                     *("dynamictp.server.loader", "--model", self._config.model),
-                    *("--dtype", self._config.dtype, "--fd", str(memory.fd), "--part", f"{part}/{parts}"),
+                    *("--dtype", self._config.dtype, "--layout", self._index.layout),
+                    *("--fd", str(memory.fd), "--part", f"{part}/{parts}"),
                 ]
                 child = Child("loader", arguments, descriptors=(memory.fd,), stderr=errors.fileno())
                 loaders.append((child, errors))

@@ -35,6 +35,7 @@ class ThreadedCluster:
         page_tokens: int = 16,
         max_num_seqs: int = 16,
         max_batched_tokens: int = 64,
+        kernel_level: str = "",
     ) -> None:
         self._node = LockstepNode(
             facts,
@@ -44,6 +45,7 @@ class ThreadedCluster:
             page_tokens=page_tokens,
             max_tokens=max_batched_tokens,
             max_rows=max_num_seqs,
+            kernel_level=kernel_level,
         )
         self._arrived = threading.Event()
         self._links: list[MemoryLink] = []

@@ -87,10 +87,10 @@ class _Client:
         self.ended.append((index, stream, end.reason == "cancelled"))
 
 
-def reference_streams(requests: Sequence[GateRequest]) -> list[Stream]:
+def reference_streams(requests: Sequence[GateRequest], kernel_level: str) -> list[Stream]:
     """Every request alone, one after the other, on an undisturbed `tp1`."""
     streams = []
-    with ThreadedCluster(devices=1, blocks=64, max_batched_tokens=64) as cluster:
+    with ThreadedCluster(devices=1, blocks=64, kernel_level=kernel_level) as cluster:
         client = _Client(cluster, requests)
         for index in range(len(requests)):
             client.submit(index)
@@ -100,13 +100,13 @@ def reference_streams(requests: Sequence[GateRequest]) -> list[Stream]:
     return streams
 
 
-def run_threaded_gate(seed: int, switches: int, *, blocks: int = 36) -> GateReport:
+def run_threaded_gate(seed: int, switches: int, *, blocks: int = 36, kernel_level: str = "") -> GateReport:
     """`switches` random switches under random requests; the arena is small, so requests are preempted."""
     report = GateReport(seed)
     rng = random.Random(seed)
     requests = make_requests(seed, 60, TINY.vocab, longest_prompt=150, longest_output=40)
-    references = reference_streams(requests)
-    with ThreadedCluster(devices=DEVICES, blocks=blocks) as cluster:
+    references = reference_streams(requests, kernel_level)
+    with ThreadedCluster(devices=DEVICES, blocks=blocks, kernel_level=kernel_level) as cluster:
         client = _Client(cluster, requests)
         next_switch = 0.0
         while report.switches < switches or client.live or client.switching:

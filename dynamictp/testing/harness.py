@@ -35,13 +35,20 @@ from dynamictp.messages import (
     StepResult,
     WorkerHello,
 )
-from dynamictp.model.exchange_size import exchange_bytes
 from dynamictp.model.weights import WeightIndex, plan_weights, view_weight
+from dynamictp.testing.native_domain import pack_weights
 from dynamictp.worker.comm.base import Communicator
-from dynamictp.worker.comm.control import PlainControlBlock, bytes_needed
+from dynamictp.worker.comm.control import (
+    ControlBlock,
+    ControlState,
+    PlainControlBlock,
+    bytes_needed,
+    open_control,
+)
 from dynamictp.worker.comm.local import ThreadGroup
+from dynamictp.worker.communicators import SharedMemoryFactory
 from dynamictp.worker.core import WorkerCore
-from dynamictp.worker.start import WorkerStart
+from dynamictp.worker.start import WorkerStart, communicator_bytes, exchange_slot_bytes
 
 TINY = ModelFacts(
     family="llama",
@@ -110,7 +117,8 @@ class ThreadCommunicators:
 class LockstepNode:
     """`devices` workers as threads that share weights, KV arena and exchange memory. A context manager.
 
-    `weights` are (index, buffer), random by default; `arena` is uint8, for tests that look into it.
+    `weights` are row-major (index, buffer), random by default; `arena` is uint8, for tests that look into it.
+    With a `kernel_level` the workers run the native kernels on the same weights, packed.
     """
 
     def __init__(
@@ -124,17 +132,23 @@ class LockstepNode:
         max_tokens: int = 64,
         max_rows: int = 64,
         weights: tuple[WeightIndex, NDArray[np.uint8]] | None = None,
+        kernel_level: str = "",
     ) -> None:
         self.facts = facts
         self.dtype: DType = dtype
         self.index, self.weights = weights or random_weights(facts, 0, dtype)
+        if kernel_level:
+            self.index, self.weights = pack_weights(facts, self.index, self.weights)
         self.spec = KVSpec.of(facts, page_tokens, dtype)
         pages = blocks * facts.kv_heads
         self.arena = torch.zeros(pages * self.spec.page_bytes, dtype=torch.uint8)
         self.arena_facts = ArenaFacts(pages, page_tokens, dtype)
-        self._payload_bytes = exchange_bytes(facts, dtype, max_tokens, max_rows)
-        self._exchange = torch.zeros(_SLOTS * self._payload_bytes, dtype=torch.uint8)
-        self.control = PlainControlBlock(bytearray(bytes_needed(_SLOTS, devices)), _SLOTS, devices)
+        packed = bool(kernel_level)
+        self._slot_bytes = exchange_slot_bytes(facts, dtype, max_tokens, max_rows, devices, packed=packed)
+        self._exchange = mmap.mmap(-1, _SLOTS * self._slot_bytes)
+        words = mmap.mmap(-1, bytes_needed(_SLOTS, devices))
+        # The native kernels meet through the real communicator; torch's ranks need no native extension.
+        self.control: ControlBlock = (open_control if packed else PlainControlBlock)(words, _SLOTS, devices)
         self._communicators = ThreadCommunicators()
         self._opened = 0
         start = WorkerStart(
@@ -151,6 +165,7 @@ class LockstepNode:
             comm_slots=_SLOTS,
             deadline_s=30.0,
             spin=0,
+            kernel_level=kernel_level,
         )
         self.workers = [self._worker(msgspec.structs.replace(start, device=d)) for d in range(devices)]
         self.threads = [
@@ -187,13 +202,15 @@ class LockstepNode:
         self.close()
 
     def _worker(self, start: WorkerStart) -> WorkerCore:
-        size = self._payload_bytes
+        size, region = self._slot_bytes, communicator_bytes(start.devices)
+        exchange = torch.from_numpy(np.frombuffer(self._exchange, np.uint8))
+        shared = SharedMemoryFactory(start, self._exchange, size, self.control)
         return WorkerCore(
             start,
             torch.from_numpy(self.weights),
             self.arena,
-            payload=lambda slot: self._exchange[slot * size : (slot + 1) * size],
-            communicator=self._communicators,
+            payload=lambda slot: exchange[slot * size + region : (slot + 1) * size],
+            communicator=shared if start.kernel_level else self._communicators,
             control=self.control,
         )
 
@@ -208,6 +225,7 @@ class LockstepDomain:
         self.node, self.epoch, self.tp, self.members = node, epoch, tp, members
         self._step = 0
         handle = CommHandle(epoch, epoch % _SLOTS)
+        node.control.set_control(epoch % _SLOTS, epoch, ControlState.LIVE)
         self.opened = self.send(
             *(
                 OpenDomain(epoch, "", tp, rank, members, handle, control_slot=epoch % _SLOTS)

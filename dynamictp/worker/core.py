@@ -9,6 +9,7 @@ import torch
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.errors import CommunicatorBroken, ProtocolError
+from dynamictp.kernels.native import NativeModel
 from dynamictp.kv import KVSpec
 from dynamictp.messages import (
     Body,
@@ -21,13 +22,15 @@ from dynamictp.messages import (
     ProveDomain,
     StepPlan,
 )
-from dynamictp.model.exchange import Exchange, open_exchange
+from dynamictp.model.exchange import open_exchange
 from dynamictp.model.pages import KVArena
 from dynamictp.model.rope import RopeTable
 from dynamictp.model.views import ModelViews, build_views, copied_bytes
 from dynamictp.ranges import ShardRanges, shard_ranges
+from dynamictp.worker.comm.base import Communicator
 from dynamictp.worker.comm.control import ControlBlock, WorkerState
 from dynamictp.worker.communicators import CommunicatorFactory, Communicators
+from dynamictp.worker.computation import Computation, NativeComputation, TorchComputation
 from dynamictp.worker.domain import Device, Domain
 from dynamictp.worker.start import WorkerStart
 
@@ -56,9 +59,12 @@ class WorkerCore:
         self._clock = clock or SystemClock()
         spec = KVSpec.of(start.facts, start.arena.page_tokens, start.arena.dtype)
         pages = start.arena.pages * spec.page_bytes
-        self._device = Device(
-            start, weights, KVArena(arena[:pages], spec), RopeTable(start.facts), self._clock
-        )
+        rope = RopeTable(start.facts)
+        self._device = Device(start, weights, KVArena(arena[:pages], spec), rope, self._clock)
+        self._native: NativeModel | None = None
+        if start.kernel_level:
+            memory = (weights.numpy(), arena[:pages].numpy())
+            self._native = NativeModel(start.facts, start.index, *memory, spec, rope, start.kernel_level)
         self._payload = payload
         self._comms = Communicators(communicator)
         self._control = control
@@ -92,15 +98,21 @@ class WorkerCore:
         self._domains[opened.epoch] = (opened, None)
         try:
             ranges = shard_ranges(facts, opened.tp, opened.rank)
-            views = self._build_views(opened, ranges=ranges)
+            # The native path has no views: it computes addresses in the mapping.
+            views = None if self._native is not None else self._build_views(opened, ranges=ranges)
             viewed = self._clock.now()
             comm = self._comms.open(opened)
+
+            def open_computation(barrier: Callable[[], None], on_layer: Callable[[int], None]) -> Computation:
+                if views is None:
+                    return self._open_native(opened, comm)
+                return self._open_torch(opened, views, barrier, on_layer)
+
             domain = Domain(
                 self._device,
                 opened,
-                views,
                 comm=comm,
-                open_exchange=lambda barrier, on_layer: self._open_exchange(opened, barrier, on_layer),
+                open_computation=open_computation,
                 on_progress=self._computing,
             )
         except Exception as error:  # noqa: BLE001  (any failure must be answered, or the switch hangs)
@@ -112,7 +124,7 @@ class WorkerCore:
                 opened.rank,
                 views_ms=(viewed - began) * 1e3,
                 communicator_ms=(self._clock.now() - viewed) * 1e3,
-                weight_bytes_copied=copied_bytes(views, self._device.weights),
+                weight_bytes_copied=0 if views is None else copied_bytes(views, self._device.weights),
             )
         ]
 
@@ -155,11 +167,15 @@ class WorkerCore:
             raise ProtocolError(f"epoch {opened.epoch} has {opened.pp} pipeline stages: not supported yet")
         return build_views(self._device.weights, self._start.index, self._start.facts, ranges)
 
-    def _open_exchange(
-        self, opened: OpenDomain, barrier: Callable[[], None], on_layer: Callable[[int], None]
-    ) -> Exchange:
-        start = self._start
-        return open_exchange(
+    def _open_torch(
+        self,
+        opened: OpenDomain,
+        views: ModelViews,
+        barrier: Callable[[], None],
+        on_layer: Callable[[int], None],
+    ) -> Computation:
+        start, device = self._start, self._device
+        exchange = open_exchange(
             self._payload(opened.comm.slot),
             start.facts,
             start.dtype,
@@ -168,6 +184,13 @@ class WorkerCore:
             barrier=barrier,
             on_layer=on_layer,
         )
+        return TorchComputation(start.facts, opened, views, exchange, arena=device.arena, rope=device.rope)
+
+    def _open_native(self, opened: OpenDomain, comm: Communicator) -> Computation:
+        assert self._native is not None
+        start, payload = self._start, self._payload(opened.comm.slot).numpy()
+        limits = {"max_tokens": start.max_tokens, "max_rows": start.max_rows}
+        return NativeComputation(self._native, opened, comm, payload=payload, **limits)
 
     def _break(self, opened: OpenDomain, domain: Domain, step: int, error: Exception) -> list[Body]:
         """Leave the domain: release the peers at once and refuse its further plans."""

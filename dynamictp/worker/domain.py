@@ -19,15 +19,11 @@ from dynamictp.messages import (
     StepResult,
     TokenLogprobs,
 )
-from dynamictp.model.attention_plan import Span, divide_attention
-from dynamictp.model.batch import StepBatch, make_batch
-from dynamictp.model.exchange import Exchange
-from dynamictp.model.forward import Forward
+from dynamictp.model.attention_plan import Span
 from dynamictp.model.pages import KVArena
 from dynamictp.model.rope import RopeTable
-from dynamictp.model.views import ModelViews, head_units
-from dynamictp.ranges import shard_ranges
 from dynamictp.worker.comm.base import Communicator
+from dynamictp.worker.computation import OpenComputation
 from dynamictp.worker.rows import Row, RowTable
 from dynamictp.worker.sampler import choose, token_logprobs
 from dynamictp.worker.start import PROOF_BYTES, WorkerStart
@@ -52,24 +48,19 @@ class Domain:
         self,
         device: Device,
         opened: OpenDomain,
-        views: ModelViews,
         *,
         comm: Communicator,
-        open_exchange: Callable[[Callable[[], None], Callable[[int], None]], Exchange],
+        open_computation: OpenComputation,
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """`open_exchange` gets the barrier and the layer callback; `on_progress` (plan, layer)."""
+        """`open_computation` gets the barrier and the layer callback; `on_progress` (plan, layer)."""
         facts, arena = device.start.facts, device.arena
         self.epoch, self.rank, self._world = opened.epoch, opened.rank, opened.tp
         self.comm = comm
         self.broken = False
-        self._facts, self._arena, self._clock = facts, arena, device.clock
+        self._clock = device.clock
         self._on_progress = on_progress
-        self._exchange = open_exchange(self._barrier, self._on_layer)
-        self._heads = head_units(facts, shard_ranges(facts, opened.tp, opened.rank).qkv)
-        self._forward = Forward(
-            facts, views, self._heads, exchange=self._exchange, arena=arena, rope=device.rope
-        )
+        self._computation = open_computation(self._barrier, self._on_layer)
         self._rows = RowTable(facts.kv_heads, arena.spec.page_tokens, arena.pages)
         self._step = 0
         self._wait_s = 0.0
@@ -97,15 +88,15 @@ class Domain:
         rows = self._rows.apply(plan)
         if not rows:
             return StepResult(self.epoch, plan.step, (), self._clock.now() - began)
-        batch = self._batch(plan.rows, rows)
-        hidden = self._forward.hidden(batch)
-        prompts = self._prompt_logprobs(plan.rows, rows, hidden)
-        tokens = self._sample(plan.rows, rows, hidden)
-        return StepResult(self.epoch, plan.step, tokens, self._clock.now() - began, self._wait_s, prompts)
+        self._compute(plan.rows, rows)
+        prompts = self._prompt_logprobs(plan.rows, rows)
+        tokens = self._sample(plan.rows, rows)
+        waited = self._wait_s + self._computation.take_wait_s()
+        return StepResult(self.epoch, plan.step, tokens, self._clock.now() - began, waited, prompts)
 
     # ------------------------------------------------------------ parts of a step
 
-    def _batch(self, steps: Sequence[RowStep], rows: Sequence[Row]) -> StepBatch:
+    def _compute(self, steps: Sequence[RowStep], rows: Sequence[Row]) -> None:
         spans: list[Span] = []
         offset = 0
         for step in steps:
@@ -114,14 +105,10 @@ class Domain:
         known = [
             row.tokens[step.start : step.start + step.count] for step, row in zip(steps, rows, strict=True)
         ]
-        tokens = np.concatenate(known).astype(np.int64) if known else np.empty(0, np.int64)
-        facts, page = self._facts, self._arena.spec.page_tokens
-        items = divide_attention(spans, facts.kv_heads, facts.group, page, self._world)[self.rank]
-        tables = [row.table for row in rows]
-        return make_batch(tokens, spans, tables, items, heads=self._heads, facts=facts, arena=self._arena)
+        self._computation.run(np.concatenate(known).astype(np.int64), spans, [row.table for row in rows])
 
     def _prompt_logprobs(
-        self, steps: Sequence[RowStep], rows: Sequence[Row], hidden: torch.Tensor
+        self, steps: Sequence[RowStep], rows: Sequence[Row]
     ) -> tuple[RowPromptLogprobs, ...]:
         """Log-probabilities of prompt tokens, as many positions at a time as the exchange holds."""
         asked: list[tuple[int, int, int]] = []  # (row of the plan, batch row, index of the predicted token)
@@ -132,24 +119,22 @@ class Domain:
                 asked.extend((number, offset + i - step.start, i + 1) for i in range(step.start, last))
             offset += step.count
         entries: dict[int, list[TokenLogprobs]] = {}
-        for first in range(0, len(asked), self._exchange.max_rows):
-            part = asked[first : first + self._exchange.max_rows]
-            logits = self._forward.logits(hidden, torch.tensor([batch_row for _, batch_row, _ in part]))
+        for first in range(0, len(asked), self._computation.max_rows):
+            part = asked[first : first + self._computation.max_rows]
+            logits = self._computation.logits([batch_row for _, batch_row, _ in part])
             if self.rank == 0:
-                for values, (number, _, index) in zip(logits.numpy(), part, strict=True):
+                for values, (number, _, index) in zip(logits, part, strict=True):
                     row = rows[number]
                     entry = token_logprobs(values, int(row.tokens[index]), row.sampling.prompt_logprobs or 0)
                     entries.setdefault(number, []).append(entry)
             # Rank 0 has read these logits before anyone writes the next.
-            self._exchange.barrier()
+            self._barrier()
         return tuple(
             RowPromptLogprobs(steps[number].row, steps[number].start + 1, tuple(found))
             for number, found in entries.items()
         )
 
-    def _sample(
-        self, steps: Sequence[RowStep], rows: Sequence[Row], hidden: torch.Tensor
-    ) -> tuple[RowToken, ...]:
+    def _sample(self, steps: Sequence[RowStep], rows: Sequence[Row]) -> tuple[RowToken, ...]:
         """Sample the rows that end here: row i by rank i mod world, to all through the exchange."""
         sampled: list[tuple[RowStep, Row]] = []
         last: list[int] = []
@@ -161,13 +146,13 @@ class Domain:
                 last.append(offset - 1)
         if not sampled:
             return ()
-        logits = self._forward.logits(hidden, torch.tensor(last)).numpy()
-        tokens = self._exchange.tokens
+        logits = self._computation.logits(last)
+        tokens = self._computation.tokens
         for i in range(self.rank, len(sampled), self._world):
             row = sampled[i][1]
-            tokens[i, 0] = choose(logits[i], row.tokens, row.prompt_len, row.sampling)
-        self._exchange.barrier()
-        chosen: list[int] = tokens[: len(sampled), 0].tolist()
+            tokens[i] = choose(logits[i], row.tokens, row.prompt_len, row.sampling)
+        self._barrier()
+        chosen: list[int] = tokens[: len(sampled)].tolist()
         result = []
         for i, (step, row) in enumerate(sampled):
             asked = row.sampling.logprobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import mmap
 import os
 import warnings
@@ -13,7 +14,10 @@ import msgspec
 import numpy as np
 import torch
 import zmq
+from numpy.typing import NDArray
 
+from dynamictp import native
+from dynamictp.kernels.native import collapse, map_aligned
 from dynamictp.messages import WorkerHello
 from dynamictp.process import die_with_parent, ignore_interrupt
 from dynamictp.transport import Link, zmq_link
@@ -22,6 +26,7 @@ from dynamictp.worker.communicators import SharedMemoryFactory
 from dynamictp.worker.core import WorkerCore
 from dynamictp.worker.start import WorkerStart, communicator_bytes, exchange_slot_bytes
 
+log = logging.getLogger(__name__)
 
 KERNEL_CACHE = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """Bounds of the matrix library's two caches of compiled kernels, 0.5 MB each, read at their first use. The
@@ -50,9 +55,13 @@ def run_worker(start_file: Path, socket: str, descriptors: Descriptors) -> None:
     link = zmq_link(zmq.Context.instance(), socket, bind=False, incarnation=start.incarnation)
     if start.cores:
         os.sched_setaffinity(0, start.cores)
-    core = _open_core(start, descriptors)
+    weights = _shared(descriptors.weights, writable=False)
+    core = _open_core(start, descriptors, weights)
     if not os.read(descriptors.ready, 1):
         return
+    if start.kernel_level:
+        share = collapse(weights.numpy())
+        log.info("device %d: %.0f %% of the weights lie in huge pages", start.device, 100 * share)
     # What was loaded until here lives for ever: keep the collector from walking it in the middle of a step.
     gc.collect()
     gc.freeze()
@@ -69,13 +78,18 @@ def serve(core: WorkerCore, link: Link) -> None:
                 link.send(answer)
 
 
-def _open_core(start: WorkerStart, descriptors: Descriptors) -> WorkerCore:
+def _open_core(start: WorkerStart, descriptors: Descriptors, weights: torch.Tensor) -> WorkerCore:
     slot_bytes = exchange_slot_bytes(
-        start.facts, start.dtype, start.max_tokens, start.max_rows, start.devices
+        start.facts,
+        start.dtype,
+        start.max_tokens,
+        start.max_rows,
+        start.devices,
+        packed=bool(start.kernel_level),
     )
     region = communicator_bytes(start.devices)
     exchange = _map(descriptors.exchange)
-    exchange_bytes = _tensor(exchange)
+    exchange_bytes = _tensor(np.frombuffer(exchange, np.uint8))
     control = open_control(_map(descriptors.control), start.comm_slots, start.devices)
 
     def payload(slot: int) -> torch.Tensor:
@@ -83,8 +97,8 @@ def _open_core(start: WorkerStart, descriptors: Descriptors) -> WorkerCore:
 
     return WorkerCore(
         start,
-        _tensor(_map(descriptors.weights, mmap.ACCESS_READ)),
-        _tensor(_map(descriptors.arena)),
+        weights,
+        _shared(descriptors.arena, writable=True),
         payload=payload,
         communicator=SharedMemoryFactory(start, exchange, slot_bytes, control),
         control=control,
@@ -95,8 +109,16 @@ def _map(descriptor: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
     return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=access)
 
 
-def _tensor(mapping: mmap.mmap) -> torch.Tensor:
-    """uint8 view of a mapping; the weights' is read-only memory, which torch can't express and warns of."""
+def _shared(descriptor: int, *, writable: bool) -> torch.Tensor:
+    """uint8 view of a whole descriptor, where huge pages can lie if the native extension is there."""
+    if native.load() is not None:
+        return _tensor(map_aligned(descriptor, os.fstat(descriptor).st_size, writable=writable))
+    mapping = _map(descriptor, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    return _tensor(np.frombuffer(mapping, np.uint8))
+
+
+def _tensor(array: NDArray[np.uint8]) -> torch.Tensor:
+    """The same memory; that of the weights is read-only, which torch can't express and warns of."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.frombuffer(mapping, np.uint8))
+        return torch.from_numpy(array)

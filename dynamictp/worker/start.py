@@ -10,6 +10,7 @@ import msgspec
 
 from dynamictp import native
 from dynamictp.facts import DType, ModelFacts
+from dynamictp.kernels.native import native_exchange_bytes
 from dynamictp.messages import ArenaFacts
 from dynamictp.model.exchange_size import exchange_bytes
 from dynamictp.model.weights import WeightIndex
@@ -42,6 +43,8 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """Longest wait for a peer inside a collective."""
     spin: int
     """Polls of a barrier before it yields."""
+    kernel_level: str = ""
+    """Level of the native kernels, which read packed weights; empty for torch."""
 
 
 def communicator_bytes(devices: int) -> int:
@@ -51,7 +54,12 @@ def communicator_bytes(devices: int) -> int:
     return -(-region_bytes(devices, PROOF_BYTES) // _PAGE) * _PAGE
 
 
-def exchange_slot_bytes(facts: ModelFacts, dtype: DType, max_tokens: int, max_rows: int, devices: int) -> int:
-    """Bytes of one slot of the exchange memory, whole memory pages."""
-    payload = exchange_bytes(facts, dtype, max_tokens, max_rows)
+def exchange_slot_bytes(
+    facts: ModelFacts, dtype: DType, max_tokens: int, max_rows: int, devices: int, *, packed: bool = False
+) -> int:
+    """Bytes of one slot of the exchange memory, whole memory pages; `packed` for the native kernels."""
+    if packed:
+        payload = native_exchange_bytes(facts, dtype, max_tokens=max_tokens, max_rows=max_rows, world=devices)
+    else:
+        payload = exchange_bytes(facts, dtype, max_tokens, max_rows)
     return communicator_bytes(devices) + -(-payload // _PAGE) * _PAGE

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from dynamictp import native
 from dynamictp.facts import DType
+from dynamictp.kernels.select import kernel_level
 from dynamictp.messages import SamplingParams, TokenLogprobs
 from dynamictp.model.load import open_model
 from dynamictp.model.source import ModelSource
@@ -26,6 +28,8 @@ from tests.model.checkpoints import VARIANTS, make_variant
 TOKENS = 520
 PAGE = 64
 DEGREES = (1, 2, 3, 4, 5, 7)
+
+needs_native = pytest.mark.skipif(native.load() is None, reason="the native extension is not installed")
 
 
 class Bounds(NamedTuple):
@@ -78,7 +82,19 @@ def test_the_embedded_model_agrees_with_transformers(
     compare(demo, dtype, degrees)
 
 
-def compare(reference: Reference, dtype: DType, degrees: Sequence[int]) -> None:
+@needs_native
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_native_kernels_agree_with_transformers(checkpoint: Reference, dtype: DType) -> None:
+    compare(checkpoint, dtype, DEGREES, kernel_level())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_native_kernels_run_the_embedded_model(demo: Reference, dtype: DType) -> None:
+    compare(demo, dtype, (1, 2), kernel_level())
+
+
+def compare(reference: Reference, dtype: DType, degrees: Sequence[int], kernel_level: str = "") -> None:
     index = plan_weights(reference.source.facts, dtype)
     buffer = np.zeros(index.total_bytes, np.uint8)
     load_weights(reference.source, index, buffer)
@@ -90,6 +106,7 @@ def compare(reference: Reference, dtype: DType, degrees: Sequence[int]) -> None:
         page_tokens=PAGE,
         max_tokens=260,
         weights=(index, buffer),
+        kernel_level=kernel_level,
     ) as node:
         found = {degree: teacher_forced(node, degree, reference.tokens) for degree in degrees}
     for degree in degrees:

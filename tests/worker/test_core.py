@@ -112,7 +112,7 @@ def test_an_error_in_a_step_breaks_the_domain(node: LockstepNode, monkeypatch: p
     def fail(*_: object) -> torch.Tensor:
         raise ArithmeticError("a rank's own fault")
 
-    monkeypatch.setattr(victim._forward, "logits", fail)
+    monkeypatch.setattr(victim._computation, "logits", fail)
     answers = node.handle(dict.fromkeys(broken.members, first_plan(node, broken.epoch)))
     found = {device: answer[0] for device, answer in answers.items()}
     assert all(isinstance(answer, DomainBroken) for answer in found.values())

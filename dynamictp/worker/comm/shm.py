@@ -109,6 +109,13 @@ class ShmCommunicator:
     def epoch(self) -> int:
         return int(self._native.epoch)
 
+    @property
+    def core_address(self) -> int:
+        """Address of the native communicator, for native code that meets the peers itself; valid while this
+        object lives.
+        """
+        return int(self._native.core_address)
+
     def all_gather(self, source: Array) -> NDArray[np.uint8]:
         flat = flatten(source)
         region = self._region
