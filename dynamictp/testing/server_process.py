@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,10 @@ from dynamictp.errors import FatalError
 START_S = 60.0
 ANONYMOUS_LIMIT_BYTES = 2 << 20
 """How much a worker's anonymous memory may differ between two moments of rest."""
+
+REST_POLL_S = 1.0
+"""More than the time after which an idle worker gives unused memory back."""
+REST_POLLS = 10
 
 Footprint = dict[int, dict[str, int]]
 """By process id: anonymous memory in bytes, descriptors, threads and mappings."""
@@ -64,6 +69,22 @@ class ServerProcess(server.ServerProcess):
     def footprint(self) -> Footprint:
         """What every descendant holds now."""
         return {pid: _footprint(pid) for pid in self.children()}
+
+    async def footprint_at_rest(self) -> Footprint:
+        """What every descendant holds once that does not change any more: idle workers give memory back."""
+        last = self.footprint()
+        for _ in range(REST_POLLS):
+            await asyncio.sleep(REST_POLL_S)
+            now = self.footprint()
+            if now == last:
+                return now
+            last = now
+        return last
+
+    async def lasting_leaks(self, before: Footprint) -> list[str]:
+        """`leaks` at rest."""
+        await self.footprint_at_rest()
+        return self.leaks(before)
 
     def leaks(self, before: Footprint) -> list[str]:
         """What the descendants hold now beyond `before`."""
