@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dynamictp import native
 from dynamictp.kernels.native import collapse, map_aligned
 from dynamictp.messages import WorkerHello
-from dynamictp.process import die_with_parent, ignore_interrupt, release_unused_memory
+from dynamictp.process import release_unused_memory
 from dynamictp.transport import Link, zmq_link
 from dynamictp.worker.comm.control import open_control
 from dynamictp.worker.communicators import SharedMemoryFactory
@@ -50,8 +50,6 @@ class Descriptors:
 
 def run_worker(start_file: Path, socket: str, descriptors: Descriptors) -> None:
     """Serve one device until the parent ends this process. Returns when the weights never come."""
-    die_with_parent()
-    ignore_interrupt()
     start = msgspec.json.decode(start_file.read_bytes(), type=WorkerStart)
     os.environ.update(KERNEL_CACHE)
     torch.set_num_threads(1)
