@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from dynamictp.errors import ConfigError, LayoutRefused
-from dynamictp.layout import LayoutSpec
+from dynamictp.layout import parse_layout
 
 GIB = 1 << 30
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -138,7 +138,7 @@ def _check(config: ServeConfig) -> None:
     if not config.model:
         raise ConfigError("no model: give a folder, a file.gguf or 'demo'")
     try:
-        LayoutSpec.parse(config.layout)
+        parse_layout(config.layout)
     except LayoutRefused as error:
         raise ConfigError(f"--layout: {error}") from error
     if not config.insecure and not is_loopback(config.host):

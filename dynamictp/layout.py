@@ -1,7 +1,7 @@
 """Layouts as values: which shapes are live on a pool, and on which devices. Pure.
 
-Text forms (`LayoutSpec.parse`, `Layout.parse`): `tp2`, `tp1+tp1`, `2*tp1`, `tp6+tp2`, `tp2pp2`,
-with a model `big:tp6+small:tp2`, placed `tp2@0,1+tp1@3`.
+Text forms (`parse_layout`; `LayoutSpec.parse`, `Layout.parse`): `tp2`, `tp1+tp1`, `2*tp1`, `tp6+tp2`,
+`tp2pp2`, with a model `big:tp6+small:tp2`, placed `tp2@0,1+tp1@3`.
 """
 
 from __future__ import annotations
@@ -134,6 +134,11 @@ class Layout:
 
     def __str__(self) -> str:
         return "+".join(map(str, self.domains))
+
+
+def parse_layout(text: str) -> LayoutSpec | Layout:
+    """A layout as a person writes it: placed if it names devices, else shapes. Raises `LayoutRefused`."""
+    return Layout.parse(text) if "@" in text else LayoutSpec.parse(text)
 
 
 def _terms(text: str) -> Iterable[tuple[Shape, int, tuple[int, ...] | None]]:

@@ -19,6 +19,7 @@ from dynamictp.layout import (
     PlacedShape,
     Shape,
     legal_specs,
+    parse_layout,
     place,
 )
 
@@ -148,6 +149,13 @@ def test_a_spec_names_no_devices_and_a_placed_layout_names_all() -> None:
         Layout.parse("tp1@0+tp1")
     with pytest.raises(LayoutRefused, match="not placed"):
         Layout.parse("2*tp1@0")
+
+
+def test_text_is_placed_if_it_names_devices() -> None:
+    assert parse_layout("tp2@1,0") == Layout.parse("tp2@1,0")
+    assert parse_layout("2*tp1") == LayoutSpec.parse("2*tp1")
+    with pytest.raises(LayoutRefused, match="not placed"):
+        parse_layout("tp1+tp1@0")
 
 
 @pytest.mark.parametrize("text", ["tp1@0+tp1@0", "tp2@0,1+tp2@1,2", "a:tp1@3+b:tp1@3"])

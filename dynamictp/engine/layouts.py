@@ -12,7 +12,7 @@ from dynamictp.engine.request import Detach
 from dynamictp.engine.requests import RequestBook
 from dynamictp.engine.switch import Outcome, Switch
 from dynamictp.errors import FatalError, LayoutRefused
-from dynamictp.layout import Layout, LayoutSpec, PlacedShape, Shape, legal_specs, place
+from dynamictp.layout import Layout, LayoutSpec, PlacedShape, Shape, legal_specs, parse_layout, place
 from dynamictp.messages import (
     CancelSwitch,
     DomainOpened,
@@ -73,11 +73,11 @@ class LayoutManager:
         devices = self._fleet.devices
         legal = tuple(map(str, legal_specs(self._legal, devices)))
         try:
-            if "@" in text:
-                named = Layout.parse(text)
+            named = parse_layout(text)
+            if isinstance(named, Layout):
                 layout = Layout(tuple(PlacedShape(self._shape(d.shape), d.devices) for d in named.domains))
             else:
-                spec = LayoutSpec(tuple(map(self._shape, LayoutSpec.parse(text).shapes)))
+                spec = LayoutSpec(tuple(map(self._shape, named.shapes)))
                 layout = place(spec, devices, [domain.placed for domain in self._keepable()])
         except LayoutRefused as error:
             raise LayoutRefused(error.message, legal=legal) from error

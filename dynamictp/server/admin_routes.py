@@ -70,9 +70,11 @@ class AdminRoutes:
         fields.finish()
         if text.strip() == "auto":
             return self._unpin()
-        spec = check_layout(text, self._degrees(), service.devices, service.model)
+        layout = check_layout(text, self._degrees(), service.devices, service.model)
         service.client.check_room(0)
-        status = board.start(spec, service.observed, service.client.send, ramp=ramp, drain_deadline_s=drain_s)
+        status = board.start(
+            layout, service.observed, service.client.send, ramp=ramp, drain_deadline_s=drain_s
+        )
         board.pinned = service.mode != "static"
         if until == "none":
             return json_response({"switch": describe(status)}, 202)

@@ -8,7 +8,7 @@ from dynamictp.config import GIB, ServeConfig, parse_size
 from dynamictp.errors import ConfigError, LayoutRefused, ResourceError
 from dynamictp.facts import ModelFacts
 from dynamictp.kv import KVSpec
-from dynamictp.layout import LayoutSpec
+from dynamictp.layout import Layout, LayoutSpec
 from dynamictp.messages import ArenaFacts
 from dynamictp.ranges import legal_degrees
 from dynamictp.server.machine import device_cores
@@ -30,7 +30,7 @@ class NodePlan:
     """Core set of each device."""
     oversubscribed: bool
     """More device cores than cores: waits yield at once."""
-    layout: LayoutSpec
+    layout: LayoutSpec | Layout
     degrees: tuple[int, ...]
     weight_bytes: int
     arena: ArenaFacts

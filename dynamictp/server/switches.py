@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 
 from dynamictp.errors import CapacityError, LayoutRefused, NotFound, SwitchConflict
-from dynamictp.layout import LayoutSpec, legal_specs, place
+from dynamictp.layout import Layout, LayoutSpec, legal_specs, parse_layout, place
 from dynamictp.messages import Body, CancelSwitch, SetLayout, SwitchStatus
 
-MAX_LAYOUT_CHARS = 256
+MAX_LAYOUT_CHARS = 1024
 MAX_SWITCHES = 256
 """Switches remembered for `GET /admin/switches/{id}`."""
 
@@ -23,14 +23,17 @@ Wait = Literal["none", "commit", "closed"]
 _ENDED = ("closed", "noop", "failed", "cancelled")
 
 
-def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) -> LayoutSpec:
-    """The layout that `text` asks for. Raises `LayoutRefused`, which lists the legal ones."""
+def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) -> LayoutSpec | Layout:
+    """The layout that `text` asks for, placed if it names devices. Raises `LayoutRefused`, which lists the
+    legal ones.
+    """
     legal = tuple(map(str, legal_specs(degrees, devices)))
     listing = f"; legal layouts: {', '.join(legal)}"
     if len(text) > MAX_LAYOUT_CHARS:
         raise LayoutRefused(f"a layout has at most {MAX_LAYOUT_CHARS} characters{listing}", legal=legal)
     try:
-        spec = LayoutSpec.parse(text)
+        layout = parse_layout(text)
+        spec = layout.spec if isinstance(layout, Layout) else layout
         for shape in spec.shapes:
             if shape.pp > 1:
                 raise LayoutRefused(f"{shape}: pipeline stages (pp > 1) are not supported yet")
@@ -40,9 +43,13 @@ def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) ->
                 known = ", ".join(map(str, degrees))
                 raise LayoutRefused(f"{shape}: this model on this node can be served at degree {known}")
         place(spec, devices, ())
+        if isinstance(layout, Layout) and max(layout.devices) >= devices:
+            raise LayoutRefused(
+                f"{layout} names device {max(layout.devices)}; the pool has 0 to {devices - 1}"
+            )
     except LayoutRefused as error:
         raise LayoutRefused(error.message + listing, legal=legal) from error
-    return spec
+    return layout
 
 
 def describe(status: SwitchStatus) -> dict[str, object]:
@@ -105,7 +112,7 @@ class SwitchBoard:
 
     def start(
         self,
-        spec: LayoutSpec,
+        layout: LayoutSpec | Layout,
         observed: str,
         send: Callable[[Body], bool],
         *,
@@ -123,11 +130,11 @@ class SwitchBoard:
             )
         self._numbers += 1
         switch_id = f"s{self._numbers}-{self._incarnation}"
-        command = SetLayout(switch_id, str(spec), "close", ramp=ramp, drain_deadline_s=drain_deadline_s)
+        command = SetLayout(switch_id, str(layout), "close", ramp=ramp, drain_deadline_s=drain_deadline_s)
         if not send(command):
             raise CapacityError("the engine is restarting; try again")
-        self.target = str(spec)
-        self.on_status(SwitchStatus(switch_id, observed, str(spec), "decide"))
+        self.target = str(layout)
+        self.on_status(SwitchStatus(switch_id, observed, str(layout), "decide"))
         return self.get(switch_id)
 
     def cancel(self, switch_id: str, send: Callable[[Body], bool]) -> None:

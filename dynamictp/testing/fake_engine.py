@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynamictp.layout import Layout, LayoutSpec, place
+from dynamictp.layout import Layout, parse_layout, place
 from dynamictp.messages import (
     Body,
     CancelRequest,
@@ -87,7 +87,7 @@ class FakeEngine:
     running: dict[str, _Running] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._layout = place(LayoutSpec.parse("tp1"), self.devices, ())
+        self._layout = Layout.parse("tp1@0")
         self._epoch = len(self._layout.domains)
         self._held: list[SetLayout] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -222,11 +222,11 @@ class FakeEngine:
         self.hold_switches = False
         while self._held:
             command = self._held.pop(0)
-            before, spec = str(self._layout.spec), LayoutSpec.parse(command.layout)
-            if spec == self._layout.spec:
+            before, wanted = str(self._layout.spec), parse_layout(command.layout)
+            if wanted in (self._layout, self._layout.spec):
                 self._report(command, before, "commit", "noop", {})
                 continue
-            self._layout = place(spec, self.devices, ())
+            self._layout = wanted if isinstance(wanted, Layout) else place(wanted, self.devices, ())
             self._epoch += len(self._layout.domains)
             phases = {"prepare_views": 0.5, "prepare_communicator": 2.0, "proof": 1.0, "commit": 0.25}
             self._report(command, before, "commit", "committed", phases)

@@ -84,10 +84,12 @@ async def test_a_switch_reports_its_phases(stack: Stack) -> None:
         ("2*tp2", "the pool has 2"),
         ("tp2pp2", "pipeline stages"),
         ("other:tp1", "model here is 'tiny'"),
-        ("tp2@0,1", "names devices"),
+        ("tp1@2", "names device 2"),
+        ("tp2@0,0", "twice"),
+        ("tp1@0+tp1", "not placed"),
         ("two", "no shape"),
         ("", "no shape"),
-        ("tp1+" * 100, "256 characters"),
+        ("tp1+" * 300, "1024 characters"),
     ],
 )
 async def test_an_illegal_layout_is_a_422_with_the_legal_ones(stack: Stack, layout: str, reason: str) -> None:
@@ -98,6 +100,17 @@ async def test_an_illegal_layout_is_a_422_with_the_legal_ones(stack: Stack, layo
     assert reason in error["message"]
     assert "tp1, tp2, tp1+tp1" in error["message"]
     assert not [message for message in stack.engine.received if isinstance(message, SetLayout)]
+
+
+async def test_a_placed_layout_moves_a_domain(stack: Stack) -> None:
+    switch = (await put(stack, "tp1@1", wait="closed")).json()["switch"]
+    assert (switch["to"], switch["outcome"]) == ("tp1@1", "closed")
+    state = (await stack.http.get("/admin/layout")).json()
+    assert (state["target"], state["observed"]) == ("tp1@1", "tp1")
+    assert [domain["devices"] for domain in state["domains"]] == [[1]]
+    # Shapes alone leave the domain where it is; named devices are where it has to be.
+    assert (await put(stack, "tp1")).json()["switch"]["outcome"] == "noop"
+    assert (await put(stack, "tp1@0")).json()["switch"]["outcome"] != "noop"
 
 
 async def test_bad_fields_are_a_400(stack: Stack) -> None:
