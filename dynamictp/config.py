@@ -17,7 +17,8 @@ from dynamictp.errors import ConfigError, LayoutRefused
 from dynamictp.layout import LayoutSpec
 
 GIB = 1 << 30
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": GIB, "t": 10**12}
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS = {**_DECIMAL, "ki": 1 << 10, "mi": 1 << 20, "gi": GIB, "ti": 1 << 40}
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,18 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
+from typing import Self
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.errors import FatalError
 
 READY_PREFIX = "DynamicTP ready: "
-_KEPT_LINES = 20
+_SHOWN_LINES = 20
 _TERM_WAIT_S = 10.0
+"""More than the server gives its own children."""
 
 
 def serve_command(layout: str, devices: int = 2, model: str = "demo") -> list[str]:
@@ -59,27 +60,30 @@ class ServerProcess:
         command: Sequence[str],
         *,
         on_line: Callable[[str], None] | None = None,
+        environment: Mapping[str, str] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Starts the process. `on_line` gets each line of its output until it is ready, from a thread."""
+        """Starts the process. `on_line` gets each line of its output until it is ready, from a thread.
+        `environment` is added to this process's.
+        """
         self._clock = clock or SystemClock()
         self._on_line = on_line
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._lines: list[str] = []
         self._ready: Future[str] = Future()
         self._started_s = self._clock.now()
         self._ready_s: float | None = None
         self._stopped = False
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
-            env=environment,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             text=True,
             errors="replace",
         )
+        self._pidfd = os.pidfd_open(self._process.pid)
         self._pump = threading.Thread(target=self._read_output, name="server-output", daemon=True)
         self._pump.start()
 
@@ -109,9 +113,31 @@ class ServerProcess:
                 f"the server was not ready within {timeout_s:g} s\n{self.last_lines()}"
             ) from error
 
+    @property
+    def lines(self) -> Sequence[str]:
+        """All of the server's output so far, without line ends."""
+        return self._lines
+
     def last_lines(self) -> str:
         """The end of the server's output."""
-        return "\n".join(self._lines)
+        return "\n".join(self._lines[-_SHOWN_LINES:])
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the server alone, not to the processes it started. Nothing happens when it has ended."""
+        if not self._stopped:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait_exit(self, timeout_s: float) -> int:
+        """The exit code, negative for a signal's number. The process is not reaped before `stop`, so that
+        its group can still be ended. Raises FatalError when the time is up.
+        """
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        if not poller.poll(timeout_s * 1000):
+            raise FatalError(f"the server did not end within {timeout_s:g} s\n{self.last_lines()}")
+        ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def stop(self) -> None:
         """SIGTERM, a wait, then SIGKILL for what is left of the group. Harmless when called twice.
@@ -120,13 +146,13 @@ class ServerProcess:
         """
         if self._stopped:
             return
-        self._stopped = True
         previous = None
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._end_group()
         finally:
+            self._stopped = True
             if previous is not None:
                 signal.signal(signal.SIGINT, previous)
         self._pump.join(timeout=1.0)
@@ -134,17 +160,15 @@ class ServerProcess:
             self._process.stdout.close()
 
     def _end_group(self) -> None:
-        pidfd = os.pidfd_open(self._process.pid)
         try:
-            os.kill(self._process.pid, signal.SIGTERM)  # not Popen's: that would reap it if it is dead
-            poller = select.poll()
-            poller.register(pidfd, select.POLLIN)
-            poller.poll(_TERM_WAIT_S * 1000)
+            self.send_signal(signal.SIGTERM)
+            with suppress(FatalError):
+                self.wait_exit(_TERM_WAIT_S)
         finally:
-            os.close(pidfd)
             # Before the leader is reaped its id can't be taken by an unrelated group.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            os.close(self._pidfd)
 
     def _read_output(self) -> None:
         assert self._process.stdout is not None
@@ -165,7 +189,7 @@ class ServerProcess:
         elif self._on_line is not None:
             self._on_line(line)
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -74,6 +76,8 @@ def serve(model: str | None, file: str | None, print_config: bool, **flags: Any)
     if print_config:
         click.echo(msgspec.yaml.encode(config).decode(), nl=False)
         return
+    # From here to the event loop's own handlers: the import takes a second.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from dynamictp.server.launch import serve_forever  # noqa: PLC0415  (help and errors stay instant)
 
     serve_forever(config)

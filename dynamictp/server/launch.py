@@ -17,7 +17,6 @@ import click
 
 from dynamictp import native
 from dynamictp.config import GIB, ServeConfig
-from dynamictp.errors import FatalError
 from dynamictp.kernels.select import choose_kernels
 from dynamictp.model.chat import ChatTemplate, template_from_file
 from dynamictp.model.load import open_model
@@ -81,8 +80,10 @@ class _Launch:
         runner = ServerRunner(create_app(service), config.host, config.port)
         try:
             port = await runner.start()
-            link = await _first(supervisor.start(say), interrupted)
-            if link is not None:
+            link = await _first(supervisor.start(say), interrupted, supervisor.failed)
+            if link is None:
+                _raise_failure(supervisor, interrupted)
+            else:
                 service.client.attach(link)
                 await self._serve(service, plan, supervisor, interrupted, port)
         finally:
@@ -115,8 +116,7 @@ class _Launch:
             click.echo(f"DynamicTP ready: http://{host}:{port}")
             either: tuple[asyncio.Future[Any], ...] = (interrupted, supervisor.failed)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if supervisor.failed.done() and not interrupted.done():
-            raise FatalError(supervisor.failed.result())
+        _raise_failure(supervisor, interrupted)
 
     def _service(self, source: ModelSource, plan: NodePlan, supervisor: Supervisor) -> Service:
         config = self._config
@@ -151,15 +151,21 @@ class _Launch:
 
 
 async def _first(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> T | None:
-    """The result of `work`, or None when one of the others was done first; `work` is then cancelled."""
+    """The result of `work`, or None when one of the others is done; `work` is then cancelled."""
     task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+    await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
+    if not any(other.done() for other in others):
+        return await task
+    # A signal counts even when the work failed in the same moment: a failure may be its consequence.
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
+
+
+def _raise_failure(supervisor: Supervisor, interrupted: asyncio.Future[int]) -> None:
+    """A child that ends after a signal is no failure."""
+    if supervisor.failed.done() and not interrupted.done():
+        raise supervisor.failed.result()
 
 
 def _template(config: ServeConfig, source: ModelSource) -> ChatTemplate:

@@ -1,7 +1,7 @@
 """Loader process: fills the shared weight mapping while the workers import torch.
 
-`python -m dynamictp.server.loader --model M --dtype bf16 --layout rows --fd N --part I/N`. Exits 0 when its part
-is written, 3 with a sentence on stderr when the model is refused.
+`python -m dynamictp.server.loader --model M --dtype bf16 --layout rows --fd N --part I/N`. Exits 0 when its
+part is written, 3 with a sentence on stderr when the model is refused.
 """
 
 from __future__ import annotations

@@ -111,7 +111,9 @@ class GenerationResponse(Response):
                     return
                 await generation.changed()
         except GenerationFailed as failure:
-            log.warning("%s: failed in mid-stream: %s", generation.job.id, failure.message)
+            # A server that stops ends all its streams: nothing to warn of.
+            level = logging.INFO if failure.status == 503 else logging.WARNING
+            log.log(level, "%s: failed in mid-stream: %s", generation.job.id, failure.message)
             event = to_event(envelope(failure.message, "server_error", code="generation_failed"))
             await send({"type": "http.response.body", "body": event + DONE})
 

@@ -6,22 +6,23 @@ It owns the child processes and the memory; the engine owns what runs on them. C
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
-import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import zmq
 
 from dynamictp.config import ServeConfig
-from dynamictp.errors import FatalError, ModelRefused, ResourceError
+from dynamictp.errors import ConfigError, FatalError, ModelRefused, ResourceError
 from dynamictp.messages import EngineStart
 from dynamictp.model.weights import WeightIndex
+from dynamictp.server.child import Child
 from dynamictp.server.plan import NodePlan
 from dynamictp.server.shared_memory import SharedMemory
 from dynamictp.transport import ZmqLink, zmq_link
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 STOP_S = 5.0
 SPIN = 2000
 """Polls of a barrier before it yields, when every rank has a core of its own (measured)."""
+
+_REFUSALS = (ConfigError, ModelRefused, ResourceError)
 
 
 class Supervisor:
@@ -46,14 +49,13 @@ class Supervisor:
         self._plan = plan
         self._index = index
         self._kernel_level = kernel_level
-        self._folder = tempfile.TemporaryDirectory(prefix="dynamictp-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context = zmq.Context[zmq.Socket[bytes]](1)
         self._memory: dict[str, SharedMemory] = {}
-        self._children: dict[str, Process] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._children: dict[str, Child] = {}
         self._stopping = False
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Set to a sentence when a child ends that should not have."""
+        self.failed: asyncio.Future[FatalError] = asyncio.get_running_loop().create_future()
+        """Set when a child ends that should not have."""
 
     async def start(self, progress: Callable[[str], None]) -> ZmqLink:
         """Start everything; the returned link to the engine will carry `EngineReady`.
@@ -61,45 +63,40 @@ class Supervisor:
         Raises `ModelRefused` or `ResourceError`; `stop` must be called all the same.
         """
         self._create_memory()
+        self._folder = _socket_folder(self._plan.devices)
         sockets = Path(self._folder.name)
         link = zmq_link(self._context, f"ipc://{sockets}/engine.sock", bind=True, incarnation=1)
         progress(f"starting engine and {self._plan.devices} worker(s)")
-        await self._spawn_engine(sockets)
-        gates = [await self._spawn_worker(device, sockets) for device in range(self._plan.devices)]
-        progress(
-            f"loading {self._config.model} ({self._index.total_bytes / 1e6:.0f} MB, {self._config.dtype})"
-        )
+        self._spawn_engine(sockets)
+        ready, gate = os.pipe()
         try:
+            for device in range(self._plan.devices):
+                self._spawn_worker(device, sockets, ready)
+            progress(
+                f"loading {self._config.model} ({self._index.total_bytes / 1e6:.0f} MB, {self._config.dtype})"
+            )
             await self._load_weights()
-            for gate in gates:
-                os.write(gate, b"1")
+            # A byte for each worker. The pipe stays readable here, so this can't fail for one that has died.
+            os.write(gate, b"1" * self._plan.devices)
         finally:
-            for gate in gates:
-                os.close(gate)
+            os.close(gate)
+            os.close(ready)
         return link
 
     async def stop(self) -> None:
         """End the children (politely, then not), free memory and sockets. May be called twice."""
         self._stopping = True
-        for child in self._children.values():
-            if child.returncode is None:
-                child.send_signal(signal.SIGTERM)
-        _, late = await asyncio.wait(self._watchers, timeout=STOP_S) if self._watchers else (set(), set())
-        for child in self._children.values():
-            if child.returncode is None:
-                log.warning("process %d did not end in %.0f s and is killed", child.pid, STOP_S)
-                child.kill()
-        if late:
-            await asyncio.wait(late)
+        await _end(self._children.values(), STOP_S)
         for memory in self._memory.values():
             memory.close()
         self._context.destroy(linger=0)
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def pid(self, device: int) -> int | None:
         """Process id of a device's worker."""
         child = self._children.get(f"worker {device}")
-        return None if child is None or child.returncode is not None else child.pid
+        return child.pid if child is not None and child.running else None
 
     # ------------------------------------------------------------ memory
 
@@ -123,7 +120,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ children
 
-    async def _spawn_engine(self, sockets: Path) -> None:
+    def _spawn_engine(self, sockets: Path) -> None:
         plan, config = self._plan, self._config
         start = EngineStart(
             facts=plan.facts,
@@ -141,7 +138,7 @@ class Supervisor:
         file = sockets / "engine.json"
         file.write_bytes(msgspec.json.encode(start))
         control = self._memory["control"].fd
-        await self._spawn(
+        self._spawn(
             "engine",
             [
                 "dynamictp.engine",
@@ -155,8 +152,8 @@ class Supervisor:
             (control,),
         )
 
-    async def _spawn_worker(self, device: int, sockets: Path) -> int:
-        """Returns the descriptor to write to once the weights are loaded."""
+    def _spawn_worker(self, device: int, sockets: Path, ready: int) -> None:
+        """The worker starts to serve when it has read a byte from the pipe `ready`."""
         plan, config = self._plan, self._config
         start = WorkerStart(
             facts=plan.facts,
@@ -176,7 +173,6 @@ class Supervisor:
         )
         file = sockets / f"worker-{device}.json"
         file.write_bytes(msgspec.json.encode(start))
-        ready, gate = os.pipe()
         descriptors = {f"{name}-fd": memory.fd for name, memory in self._memory.items()} | {"ready-fd": ready}
         arguments = [
             "dynamictp.worker",
@@ -187,52 +183,84 @@ class Supervisor:
         ]
         for name, descriptor in descriptors.items():
             arguments += [f"--{name}", str(descriptor)]
-        await self._spawn(f"worker {device}", arguments, tuple(descriptors.values()))
-        os.close(ready)
-        return gate
+        self._spawn(f"worker {device}", arguments, tuple(descriptors.values()))
 
     async def _load_weights(self) -> None:
+        """Raises `ModelRefused`, or `FatalError` when a loader fails otherwise."""
         memory = self._memory["weights"]
         parts = max(1, min(4, len({core for cores in self._plan.cores for core in cores})))
-        loaders = []
-        for part in range(parts):
-            loaders.append(
-                await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "dynamictp.server.loader", "--model", self._config.model),
+        with contextlib.ExitStack() as files:
+            loaders: list[tuple[Child, IO[bytes]]] = []
+            for part in range(parts):
+                # A file, not a pipe: nobody has to read it for the loader to end.
+                errors = files.enter_context(tempfile.TemporaryFile())
+                arguments = [
+                    *("dynamictp.server.loader", "--model", self._config.model),
                     *("--dtype", self._config.dtype, "--layout", self._index.layout),
                     *("--fd", str(memory.fd), "--part", f"{part}/{parts}"),
-                    pass_fds=(memory.fd,),
-                    stderr=PIPE,
-                )
-            )
-        try:
-            for loader in loaders:
-                _, errors = await loader.communicate()
-                if loader.returncode:
-                    text = errors.decode(errors="replace").strip()
-                    if loader.returncode == ModelRefused.exit_code:
-                        raise ModelRefused(text)
-                    raise FatalError(f"loading the weights failed (exit {loader.returncode}): {text}")
-        finally:
-            for loader in loaders:
-                if loader.returncode is None:
-                    loader.kill()
-                    await loader.wait()
+                ]
+                child = Child("loader", arguments, descriptors=(memory.fd,), stderr=errors.fileno())
+                loaders.append((child, errors))
+            try:
+                for child, output in loaders:
+                    _check_loader(await asyncio.shield(child.ended), output)
+            finally:
+                await _end([child for child, _ in loaders], 0.0)
 
-    async def _spawn(self, name: str, arguments: list[str], descriptors: tuple[int, ...]) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        try:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", *arguments, pass_fds=descriptors, env=environment
-            )
-        except OSError as error:
-            raise ResourceError(f"can't start {name}: {error.strerror}") from error
+    def _spawn(self, name: str, arguments: list[str], descriptors: tuple[int, ...]) -> None:
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        child = Child(name, arguments, descriptors=descriptors, environment=threads)
         self._children[name] = child
-        watcher = asyncio.create_task(self._watch(name, child))
-        self._watchers.add(watcher)
+        child.ended.add_done_callback(lambda ended: self._on_ended(child, ended.result()))
 
-    async def _watch(self, name: str, child: Process) -> None:
-        code = await child.wait()
-        if not self._stopping and not self.failed.done():
-            self.failed.set_result(f"{name} (process {child.pid}) ended unexpectedly with exit code {code}")
+    def _on_ended(self, child: Child, code: int) -> None:
+        if self._stopping or self.failed.done():
+            return
+        # A child that refuses to start has said why on stderr.
+        kind = next((error for error in _REFUSALS if error.exit_code == code), FatalError)
+        self.failed.set_result(
+            kind(f"{child.name} (process {child.pid}) ended unexpectedly with exit code {code}")
+        )
+
+
+def _socket_folder(devices: int) -> tempfile.TemporaryDirectory[str]:
+    """A new owner-only folder. Raises `ResourceError` when there is no place for it."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="dynamictp-")
+    except OSError as error:
+        raise ResourceError(
+            f"no folder for sockets: {error.strerror}; set TMPDIR to another place"
+        ) from error
+    if len(os.fsencode(f"{folder.name}/worker-{devices}.sock")) > zmq.IPC_PATH_MAX_LEN:
+        folder.cleanup()
+        raise ResourceError(
+            f"the path {folder.name} is too long for sockets, whose paths have at most "
+            f"{zmq.IPC_PATH_MAX_LEN} bytes; set TMPDIR to a shorter one"
+        )
+    return folder
+
+
+async def _end(children: Iterable[Child], patience_s: float) -> None:
+    """SIGTERM, a wait, SIGKILL for those that are late; returns when all are reaped."""
+    running = {child.ended: child for child in children if child.running}
+    if not running:
+        return
+    for child in running.values():
+        child.signal(signal.SIGTERM)
+    _, late = await asyncio.wait(running, timeout=patience_s)
+    for ended in late:
+        if patience_s:
+            log.warning("%s did not end in %.0f s and is killed", running[ended].name, patience_s)
+        running[ended].signal(signal.SIGKILL)
+    if late:
+        await asyncio.wait(late)
+
+
+def _check_loader(code: int, errors: IO[bytes]) -> None:
+    if not code:
+        return
+    errors.seek(0)
+    text = errors.read().decode(errors="replace").strip()
+    if code == ModelRefused.exit_code:
+        raise ModelRefused(text)
+    raise FatalError(f"loading the weights failed (exit {code}): {text}")

@@ -112,8 +112,7 @@ class _Disturbed:
         arriving = asyncio.create_task(self._arrive(done, mean_gap_s, most_live))
         try:
             while self._report.switches < switches:
-                await self._switch()
-                if self._report.switches % 50 == 0:
+                if await self._switch() and self._report.switches % 50 == 0:
                     progress(f"{self._report.switches} switches, {self._report.streams} streams")
         finally:
             done.set()
@@ -148,7 +147,8 @@ class _Disturbed:
         cancelled = arrival.cancel_after is not None and len(stream.tokens) < len(reference.tokens)
         self._report.add(arrival.index, reference, stream, cancelled)
 
-    async def _switch(self) -> None:
+    async def _switch(self) -> bool:
+        """Ask for a random layout; False when a switch was in flight."""
         rng = self._rng
         body: dict[str, Any] = {
             "layout": rng.choice(LAYOUTS),
@@ -159,7 +159,7 @@ class _Disturbed:
         if response.status_code == 409:
             self._report.refused += 1
             await asyncio.sleep(0.01)
-            return
+            return False
         if response.status_code not in (200, 202):
             self._report.faults.append(
                 f"switch to {body}: status {response.status_code} {response.text[:300]}"
@@ -169,6 +169,7 @@ class _Disturbed:
         if "commit" in phases:
             self._report.commit_ms.append(phases["commit"])
         await asyncio.sleep(rng.expovariate(1 / 0.25))
+        return True
 
 
 async def run_gate(
@@ -178,7 +179,7 @@ async def run_gate(
     distinct: int = 40,
     longest_prompt: int = 300,
     longest_output: int = 64,
-    kv_memory: str = "24MiB",
+    kv_memory: str = "32MiB",
     mean_gap_s: float = 0.25,
     most_live: int = 12,
     progress: Progress = lambda text: None,
@@ -197,10 +198,10 @@ async def run_gate(
             # What is made once (compiled kernels, tables, buffers) is there after the first layouts.
             await disturbed.run(min(WARM_SWITCHES, switches // 3), mean_gap_s, most_live, progress)
             await _quiet(server.url)
-            before = server.footprint()
+            before = await server.footprint_at_rest()
             await disturbed.run(switches, mean_gap_s, most_live, progress)
             await _quiet(server.url)
-            report.faults.extend(server.leaks(before))
+            report.faults.extend(await server.lasting_leaks(before))
     return replace(report)
 
 
@@ -226,7 +227,7 @@ async def _quiet(url: str) -> None:
 @click.option("--switches", default=30, show_default=True)
 @click.option("--seed", type=int, help="default: random, printed")
 @click.option("--distinct", default=40, show_default=True, help="distinct requests")
-@click.option("--kv-memory", default="24MiB", show_default=True)
+@click.option("--kv-memory", default="32MiB", show_default=True)
 def main(switches: int, seed: int | None, distinct: int, kv_memory: str) -> None:
     """Run the gate on real processes and print its report."""
     seed = random.SystemRandom().randrange(1 << 20) if seed is None else seed

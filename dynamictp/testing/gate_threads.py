@@ -124,7 +124,8 @@ def run_threaded_gate(seed: int, switches: int, *, blocks: int = 36, kernel_leve
             for index, stream, cancelled in client.ended:
                 report.add(index, references[index], stream, cancelled)
             client.ended.clear()
-        while not cluster.core.layouts.settled:
+        # A cancelled request holds its pages until the steps that name it are complete.
+        while not (cluster.core.layouts.settled and all(d.empty for d in cluster.core.fleet.live())):
             client.pump()
         cluster.core.check_integrity()
         pool = cluster.core.pool

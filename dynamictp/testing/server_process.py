@@ -1,101 +1,92 @@
-"""A real server as a child process, for tests and benchmarks: ready when entered, gone when left."""
+"""A real server as a child process of a test: its output, its descendants, and what it leaves behind."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import signal
-import subprocess
 import sys
-import threading
-from collections import deque
-from types import TracebackType
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Self
 
 import psutil
 
-READY = "DynamicTP ready: "
+from dynamictp.bench import server
+from dynamictp.errors import FatalError
+
 START_S = 60.0
-STOP_S = 15.0
 ANONYMOUS_LIMIT_BYTES = 2 << 20
 """How much a worker's anonymous memory may differ between two moments of rest."""
 
+REST_POLL_S = 1.0
+"""More than the time after which an idle worker gives unused memory back."""
+REST_POLLS = 10
 
-class ServerProcess:
-    """`python -m dynamictp ARGUMENTS --port 0` in a process group of its own.
+Footprint = dict[int, dict[str, int]]
+"""By process id: anonymous memory in bytes, descriptors, threads and mappings."""
 
-    `url` is where it listens. Its last lines are in `log`, for a failure's message.
+
+class ServerProcess(server.ServerProcess):
+    """`python -m dynamictp ARGUMENTS`, on a free port unless the arguments name one.
+
+    Entering waits until it is ready at `url`; leaving ends it.
     """
 
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self._arguments = arguments
-        self._environment = {**os.environ, **(environment or {})}
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        port = () if "--port" in arguments else ("--port", "0")
+        super().__init__([sys.executable, "-m", "dynamictp", *arguments, *port], environment=environment)
         self.url = ""
-        self.log: deque[str] = deque(maxlen=200)
-        self._process: subprocess.Popen[str] | None = None
-        self._ready = threading.Event()
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dynamictp", *self._arguments, "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self._environment,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        if not self._ready.wait(START_S) or not self.url:
-            self.close()
-            raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
+        try:
+            self.url = self.wait_ready(START_S)
+        except FatalError:
+            self.stop()
+            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def wait_output_end(self, timeout_s: float = 10.0) -> str:
+        """All output, once the server and every process that shares its output have ended.
 
-    @property
-    def process(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            raise RuntimeError("the server was not started")
-        return self._process
-
-    def close(self) -> None:
-        """SIGTERM, then SIGKILL to the group."""
-        process = self.process
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self._reader.join(STOP_S)
-        if process.stdout:
-            process.stdout.close()
-
-    def _read(self) -> None:
-        stdout = self.process.stdout
-        for line in stdout or ():
-            self.log.append(line.rstrip())
-            if line.startswith(READY):
-                self.url = line.removeprefix(READY).strip()
-                self._ready.set()
-        self._ready.set()
+        Raises TimeoutError when one holds on to it.
+        """
+        self._pump.join(timeout_s)
+        if self._pump.is_alive():
+            raise TimeoutError(f"output still open after {timeout_s:g} s; descendants: {self.children()}")
+        return "\n".join(self.lines)
 
     # ------------------------------------------------------------ leaks
 
     def children(self) -> dict[int, str]:
         """Process id → command line of every descendant."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return {child.pid: " ".join(child.cmdline()) for child in found}
+        found: dict[int, str] = {}
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    found[child.pid] = " ".join(child.cmdline())
+        return found
 
-    def footprint(self) -> dict[int, dict[str, int]]:
-        """Anonymous memory in bytes, descriptors, threads and mappings of every descendant."""
+    def footprint(self) -> Footprint:
+        """What every descendant holds now."""
         return {pid: _footprint(pid) for pid in self.children()}
 
-    def leaks(self, before: dict[int, dict[str, int]]) -> list[str]:
+    async def footprint_at_rest(self) -> Footprint:
+        """What every descendant holds once that does not change any more: idle workers give memory back."""
+        last = self.footprint()
+        for _ in range(REST_POLLS):
+            await asyncio.sleep(REST_POLL_S)
+            now = self.footprint()
+            if now == last:
+                return now
+            last = now
+        return last
+
+    async def lasting_leaks(self, before: Footprint) -> list[str]:
+        """`leaks` at rest."""
+        await self.footprint_at_rest()
+        return self.leaks(before)
+
+    def leaks(self, before: Footprint) -> list[str]:
         """What the descendants hold now beyond `before`."""
         found = []
         after = self.footprint()

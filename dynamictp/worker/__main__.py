@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dynamictp.worker.process import Descriptors, run_worker
+from dynamictp.process import die_with_parent, ignore_interrupt
 
 
 @click.command()
@@ -19,6 +19,11 @@ from dynamictp.worker.process import Descriptors, run_worker
 @click.option("--ready-fd", type=int, required=True)
 def main(start_file: Path, socket: str, **descriptors: int) -> None:
     """Serve one device."""
+    # Before the two seconds that importing torch takes: a parent killed meanwhile must not leave us behind.
+    die_with_parent()
+    ignore_interrupt()
+    from dynamictp.worker.process import Descriptors, run_worker  # noqa: PLC0415
+
     run_worker(
         start_file,
         socket,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dynamictp import native
 from dynamictp.kernels.native import collapse, map_aligned
 from dynamictp.messages import WorkerHello
-from dynamictp.process import die_with_parent, ignore_interrupt
+from dynamictp.process import release_unused_memory
 from dynamictp.transport import Link, zmq_link
 from dynamictp.worker.comm.control import open_control
 from dynamictp.worker.communicators import SharedMemoryFactory
@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 KERNEL_CACHE = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """Bounds of the matrix library's two caches of compiled kernels, 0.5 MB each, read at their first use. The
 default of 1,024 let a worker grow by hundreds of MB (measured)."""
+
+
+IDLE_S = 0.5
+"""Seconds without a message after which unused memory is given back."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,6 @@ class Descriptors:
 
 def run_worker(start_file: Path, socket: str, descriptors: Descriptors) -> None:
     """Serve one device until the parent ends this process. Returns when the weights never come."""
-    die_with_parent()
-    ignore_interrupt()
     start = msgspec.json.decode(start_file.read_bytes(), type=WorkerStart)
     os.environ.update(KERNEL_CACHE)
     torch.set_num_threads(1)
@@ -70,9 +72,18 @@ def run_worker(start_file: Path, socket: str, descriptors: Descriptors) -> None:
 
 
 def serve(core: WorkerCore, link: Link) -> None:
-    """Execute messages strictly in arrival order; sleeps while there is none."""
+    """Execute messages strictly in arrival order; sleeps while there is none.
+
+    When nothing came for a while, memory that the work has left behind goes back to the system, once: devices
+    are shared with other jobs.
+    """
+    tidy = True
     while True:
-        link.wait(None)
+        if not link.wait(None if tidy else IDLE_S):
+            release_unused_memory()
+            tidy = True
+            continue
+        tidy = False
         while (body := link.receive()) is not None:
             for answer in core.handle(body):
                 link.send(answer)

@@ -1,0 +1,86 @@
+"""A child process that an event loop waits for and signals, and that can't be confused with another one.
+
+asyncio's own waits for each child in a thread, while its `send_signal` polls in the loop's: whichever comes
+first takes the exit code from the other, and a late signal may reach a stranger with the same id. Here one
+owner reaps, told by a pidfd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from dynamictp.errors import ResourceError
+from dynamictp.process import PARENT_ENV
+
+
+class Child:
+    """`python -m MODULE ARGUMENTS`, started at once. Owner of the process's id; lives in one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        descriptors: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        """The child inherits `descriptors` under the same numbers. `environment` is added to this one's.
+
+        Raises `ResourceError` when the machine does not let it start.
+        """
+        self.name = name
+        self._loop = asyncio.get_running_loop()
+        try:
+            with _interrupt_blocked():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", *arguments],
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    stderr=stderr,
+                    env={**os.environ, **(environment or {}), PARENT_ENV: str(os.getpid())},
+                )
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            raise ResourceError(f"can't start {name}: {error.strerror}") from error
+        self.ended: asyncio.Future[int] = self._loop.create_future()
+        """The exit code, negative for a signal's number."""
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return not self.ended.done()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Nothing happens when it has ended."""
+        if self.running:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = self._process.wait()
+        if not self.ended.done():
+            self.ended.set_result(code)
+
+
+@contextmanager
+def _interrupt_blocked() -> Iterator[None]:
+    """A child started here never sees Ctrl-C, which a terminal sends to the whole group: only the supervisor
+    acts on it. The mask is inherited through exec; for this process the signal only waits.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

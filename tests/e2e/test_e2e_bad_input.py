@@ -1,0 +1,121 @@
+"""Every bad request gets a clear answer from the real server, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.live import Api
+
+pytestmark = pytest.mark.e2e
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def refused(api: Api, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """The error of a request that must be refused; the next request is served all the same."""
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = api.http.post(path, **content)
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert api.http.get("/health").json() == {"status": "ok"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "said"),
+    [
+        (COMPLETIONS, {"prompt": None}, "prompt", "required"),
+        (COMPLETIONS, {"prompt": 3}, "prompt", "a string"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "an array"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "array"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt", "from 0 to 49151"),
+        (COMPLETIONS, {"prompt": [49152]}, "prompt", "from 0 to 49151"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "no tokens"),
+        (COMPLETIONS, {"max_tokens": "5"}, "max_tokens", "an integer"),
+        (COMPLETIONS, {"max_tokens": -1}, "max_tokens", "from 0"),
+        (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens", "an integer"),
+        (COMPLETIONS, {"max_tokens": 9000}, "max_tokens", "8192"),
+        (COMPLETIONS, {"temperature": "hot"}, "temperature", "a number"),
+        (COMPLETIONS, {"temperature": 2.5}, "temperature", "from 0 to 2"),
+        (COMPLETIONS, {"temperature": True}, "temperature", "a number"),
+        (COMPLETIONS, {"top_p": 0}, "top_p", "above 0"),
+        (COMPLETIONS, {"top_k": -2}, "top_k", "from -1"),
+        (COMPLETIONS, {"n": 0}, "n", "from 1"),
+        (COMPLETIONS, {"n": 1000}, "n", "from 1 to 128"),
+        (COMPLETIONS, {"seed": "x"}, "seed", "an integer"),
+        (COMPLETIONS, {"stream": "yes"}, "stream", "true or false"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs", "from 0 to 20"),
+        (COMPLETIONS, {"stop": [""]}, "stop", "1 to 256"),
+        (COMPLETIONS, {"stop": 1}, "stop", "a string"),
+        (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
+        (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        (COMPLETIONS, {"min_tokens": 5, "max_tokens": 3}, "min_tokens", "above max_tokens"),
+        (COMPLETIONS, {"suffix": "end"}, "suffix", "not supported"),
+        (COMPLETIONS, {"best_of": 3}, "best_of", "not supported"),
+        (COMPLETIONS, {"use_beam_search": True}, "use_beam_search", "not supported"),
+        (COMPLETIONS, {"temprature": 1}, "temprature", "unknown field"),
+        (CHAT, {"messages": None}, "messages", "required"),
+        (CHAT, {"messages": []}, "messages", "messages"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "one of"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
+    ],
+)
+def test_wrong_fields_are_named(api: Api, path: str, fields: dict[str, Any], param: str, said: str) -> None:
+    base = {"prompt": "x", "max_tokens": 1} if path == COMPLETIONS else {"messages": USER}
+    error = refused(api, path, {"model": "demo", **base, **fields})
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param in error["message"]
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"prompt": NaN}', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_json_object(api: Api, body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT):
+        assert refused(api, path, body)["code"] == "invalid_json"
+
+
+def test_a_prompt_beyond_the_context_is_told_both_lengths(api: Api) -> None:
+    for prompt, length in ((list(range(3, 9003)), 9000), ("word " * 9000, None)):
+        error = refused(api, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+        count = length or len(api.tokenize(str(prompt)))
+        assert f"{count} tokens" in error["message"]
+        assert "8192 tokens" in error["message"]
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    long_chat = [{"role": "user", "content": "word " * 9000}]
+    error = refused(api, CHAT, {"messages": long_chat})
+    assert "8192 tokens" in error["message"]
+
+
+def test_unknown_models_paths_and_methods(api: Api) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})):
+        error = refused(api, path, {"model": "gpt-4", **body}, 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert "'demo'" in error["message"]
+    assert refused(api, "/v1/embeddings", {}, 404)["code"] == "unknown_path"
+    assert api.http.get(COMPLETIONS).status_code == 405
+
+
+def test_a_body_beyond_the_limit(api: Api) -> None:
+    error = refused(api, COMPLETIONS, {"prompt": "x" * (9 << 20)}, 413)
+    assert error["code"] == "body_too_large"
+
+
+def test_bad_requests_beside_a_stream_do_not_touch_it(api: Api) -> None:
+    expected = api.complete("The sea is", 16, ignore_eos=True)["choices"][0]["text"]
+    with api.stream("The sea is", 16, ignore_eos=True) as (stream, events):
+        for _ in events:
+            refused(api, COMPLETIONS, {"prompt": "x", "top_p": 2})
+            refused(api, COMPLETIONS, b"{")
+            assert api.put_layout("tp9").status_code == 422
+    assert stream.done
+    assert stream.text == expected
