@@ -46,6 +46,9 @@ struct PagePlanes {
 struct AttentionTile {
     const std::int32_t* pages;  // of this KV head, `page_step` apart
     std::size_t page_step;
+    // The pages whose K the caller reads next, the same way apart, and how many: prefetched while this tile reads V.
+    const std::int32_t* next_pages;
+    std::size_t next_count;
     std::size_t rows;
     const void* query[max_attention_rows];
     void* out[max_attention_rows];

@@ -220,10 +220,13 @@ void Step::store_heads(const LayerWeights& layer, std::size_t number, const Batc
 
 void Step::attend(std::size_t number, const Batch& batch) {
     const PagePlanes pages = planes(number);
-    for (const Segment& segment : segments_) attend_segment(pages, segment, batch);
+    for (std::size_t i = 0; i < segments_.size(); ++i) {
+        attend_segment(pages, segments_[i], i + 1 < segments_.size() ? &segments_[i + 1] : nullptr, batch);
+    }
 }
 
-void Step::attend_segment(const PagePlanes& pages, const Segment& segment, const Batch& batch) {
+// `next` is the segment after this one, or null.
+void Step::attend_segment(const PagePlanes& pages, const Segment& segment, const Segment* next, const Batch& batch) {
     const std::size_t group = shape_.query_heads / shape_.kv_heads;
     AttentionTile tile{};
     tile.pages = batch.tables[segment.sequence] + segment.kv_head;
@@ -238,6 +241,12 @@ void Step::attend_segment(const PagePlanes& pages, const Segment& segment, const
             tile.query[r] = shared_row(exchange_.q, at, head * shape_.head_dim);
             tile.out[r] = shared_row(exchange_.attn, at, head * shape_.head_dim);
             tile.length[r] = batch.spans[segment.sequence].start + token + 1;
+        }
+        // Further tiles of this segment find K in the cache.
+        if (row == segment.last && next != nullptr) {
+            const Span& span = batch.spans[next->sequence];
+            tile.next_pages = batch.tables[next->sequence] + next->kv_head;
+            tile.next_count = (span.start + span.count + pages.page_tokens - 1) / pages.page_tokens;
         }
         kernels_.attention(pages, tile, attention_.get());
     }

@@ -131,7 +131,7 @@ private:
     void project(const LayerWeights& layer, std::size_t number, const Batch& batch);
     void store_heads(const LayerWeights& layer, std::size_t number, const Batch& batch, std::size_t first, std::size_t count);
     void attend(std::size_t number, const Batch& batch);
-    void attend_segment(const PagePlanes& planes, const Segment& segment, const Batch& batch);
+    void attend_segment(const PagePlanes& planes, const Segment& segment, const Segment* next, const Batch& batch);
     void norm_all(const float* weight, bool add_hidden, std::size_t count);
     void meet();
 

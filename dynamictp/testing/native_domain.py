@@ -104,20 +104,24 @@ class NativeDomain:
 
         Raises what any rank raised, `AssertionError` when the ranks' arg-max differ.
         """
+        logits, best = self.compute(parts, rows)
+        return logits.copy(), best
+
+    def compute(self, parts: Sequence[Part], rows: Sequence[int]) -> tuple[NDArray[np.float32], list[int]]:
+        """`step` without the copy: the logits are valid until the next call."""
+        tokens = np.concatenate([part.tokens for part in parts])
+        spans = [(part.start, len(part.tokens)) for part in parts]
+        tables = [part.table for part in parts]
 
         def on_rank(forward: NativeForward) -> tuple[NDArray[np.float32], list[int]]:
-            forward.run(
-                np.concatenate([part.tokens for part in parts]),
-                [(part.start, len(part.tokens)) for part in parts],
-                [part.table for part in parts],
-            )
+            forward.run(tokens, spans, tables)
             logits, best = forward.logits(rows)
             return logits, best.tolist()
 
         results = self.on_all(on_rank)
         if any(best != results[0][1] for _, best in results):
             raise AssertionError("ranks chose different tokens")
-        return results[0][0].copy(), results[0][1]
+        return results[0]
 
     def on_all(self, call: Callable[[NativeForward], T]) -> list[T]:
         """Call with every rank's forward in that rank's thread, at once."""
