@@ -13,13 +13,15 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from dynamictp.bench.admin import Admin, Switch
-from dynamictp.bench.client import Client, run_lowered, run_schedule
+from dynamictp.bench.client import Client, run_lowered
 from dynamictp.bench.machine import MemoryState
+from dynamictp.bench.player import run_schedule
 from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
 from dynamictp.bench.result import Result
-from dynamictp.bench.schedule import Request, poisson_arrivals, together
+from dynamictp.bench.schedule import Request, together
 from dynamictp.bench.stats import GapVerdict, Quantiles, judge_gaps, longest_gap, quantiles, summarise
 from dynamictp.bench.switching import play_switches
+from dynamictp.bench.workload import arrivals
 from dynamictp.clock import SystemClock
 from dynamictp.errors import FatalError
 
@@ -165,11 +167,12 @@ class Session:
     def switches(self, count: int, seed: int = 0) -> SwitchFigures:
         """The same schedule without a switch on each layout, then with `count` switches."""
         duration_s = SWITCH_EVERY_S * (count + 1)
-        arrivals = poisson_arrivals(SWITCH_LOAD_PER_S, duration_s, seed)
-        prompts = [self._prompts(PROMPT_TOKENS, 1)[0] for _ in arrivals]
+        rate = arrivals.constant_rate(SWITCH_LOAD_PER_S, duration_s)
+        times = arrivals.draw(rate, 1.0, np.random.default_rng(seed))
+        prompts = [self._prompts(PROMPT_TOKENS, 1)[0] for _ in times]
         schedule = [
             Request(at_s, prompt, SWITCH_OUTPUT_TOKENS, name=f"load-{i}", extra=_WHOLE)
-            for i, (at_s, prompt) in enumerate(zip(arrivals, prompts, strict=True))
+            for i, (at_s, prompt) in enumerate(zip(times, prompts, strict=True))
         ]
         without = {layout: longest_gap(self._play(layout, schedule)) or 0.0 for layout in LAYOUTS}
         layouts = [SWITCH_CYCLE[i % len(SWITCH_CYCLE)] for i in range(count)]

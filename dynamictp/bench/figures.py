@@ -1,7 +1,7 @@
 """`scripts/bench`: measures the figures the documentation quotes, with the machine's state beside each.
 
-Starts its own servers of the embedded model. Exit code 0 when every request was served and every
-switch kept the gap criterion, 1 otherwise, 130 when interrupted.
+Starts its own servers of the embedded model. Exit code 0 when every request was served, every switch
+kept the gap criterion and the load client its accuracy, 1 otherwise, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from dynamictp.bench.accuracy import measure_client
 from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, Session, SwitchFigures, guarded
 from dynamictp.bench.figures_report import Figures, as_json, render
 from dynamictp.bench.machine import describe_machine, probe_memory
@@ -25,7 +26,8 @@ from dynamictp.bench.server import ServerProcess, interrupts_deferred, serve_com
 from dynamictp.bench.stats import Quantiles, quantiles
 from dynamictp.errors import FatalError
 
-PARTS = ("start", "decode", "prefill", "switch")
+PARTS = ("client", "start", "decode", "prefill", "switch")
+_WITHOUT_SERVER = {"client", "start"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def measure_served(options: Options, console: Console, url: str) -> Figures:
 def measure(options: Options, console: Console) -> Figures:
     """Everything asked for."""
     figures = Figures(describe_machine(), None, (), None, None)
-    if set(options.parts) - {"start"}:
+    if set(options.parts) - _WITHOUT_SERVER:
         served: list[Figures] = []
         with_server(
             options, console, lambda _server, url: served.append(measure_served(options, console, url))
@@ -110,7 +112,10 @@ def measure(options: Options, console: Console) -> Figures:
     if "start" in options.parts:
         console.print(f"{options.plan.starts} starts")
         starts = guarded("start", lambda: measure_starts(options, console), probe_memory)
-        figures = figures.with_start(starts)
+        figures = replace(figures, start_s=starts)
+    if "client" in options.parts:
+        console.print("accuracy of the load client")
+        figures = replace(figures, client=guarded("client", measure_client, probe_memory))
     return figures
 
 
@@ -152,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json_path is not None:
         encoded = msgspec.json.encode(as_json(figures))
         options.json_path.write_bytes(msgspec.json.format(encoded) + b"\n")
-    return 0 if figures.switch is None or figures.switch.figures.held else 1
+    held = [block.figures.held for block in (figures.switch, figures.client) if block is not None]
+    return 0 if all(held) else 1
 
 
 if __name__ == "__main__":

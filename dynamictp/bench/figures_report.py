@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dynamictp.bench.accuracy import ClientFigures
 from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, SwitchFigures
 from dynamictp.bench.machine import Machine
 from dynamictp.bench.stats import Quantiles
@@ -37,9 +38,7 @@ class Figures:
     decode: tuple[Block[list[DecodePoint]], ...]
     prefill: Block[list[PrefillPoint]] | None
     switch: Block[SwitchFigures] | None
-
-    def with_start(self, start_s: Block[Quantiles]) -> Figures:
-        return replace(self, start_s=start_s)
+    client: Block[ClientFigures] | None = None
 
 
 def as_json(figures: Figures) -> Mapping[str, Any]:
@@ -50,6 +49,7 @@ def as_json(figures: Figures) -> Mapping[str, Any]:
         ("start_s", figures.start_s),
         ("prefill", figures.prefill),
         ("switch", figures.switch),
+        ("client", figures.client),
     ):
         if block is not None:
             blocks.append((plain[name], block))
@@ -57,6 +57,8 @@ def as_json(figures: Figures) -> Mapping[str, Any]:
         target["state_before"], target["state_after"] = block.before.name, block.after.name
     if figures.switch is not None:
         plain["switch"]["figures"]["held"] = figures.switch.figures.held
+    if figures.client is not None:
+        plain["client"]["figures"]["held"] = figures.client.figures.held
     return plain
 
 
@@ -69,6 +71,8 @@ def render(figures: Figures) -> RenderableType:
         parts.append(_prefill_table(figures.prefill))
     if figures.switch is not None:
         parts += [_phase_table(figures.switch), _gap_table(figures.switch.figures)]
+    if figures.client is not None:
+        parts.append(_client_table(figures.client))
     if figures.start_s is not None:
         start = figures.start_s.figures
         parts.append(Text(f"start to ready: {start.p50:.2f} s (median of {start.count})"))
@@ -142,3 +146,32 @@ def _gap_table(figures: SwitchFigures) -> Table:
         limit = f"limit {worst.limit_s * 1e3:.0f}"
         table.add_row("closest to its limit during a switch", f"{worst.longest_s * 1e3:.0f}", limit)
     return table
+
+
+def _client_table(block: Block[ClientFigures]) -> RenderableType:
+    """Errors of the load client's stamps and token gaps against a server that says when each token left, how
+    late it sent, and its share of a core.
+    """
+    figures = block.figures
+    columns = ("error P50", "P99", "max", "gap P50", "late P50", "sent", "core")
+    table = _table(f"The load client, ms ({states(block)})", "load", columns)
+    for name, seen in (
+        (f"{figures.streams.requests} streams", figures.streams),
+        (f"{figures.rate_per_s:.0f} requests/s", figures.rate),
+    ):
+        error, gap, p99 = seen.token_error, seen.gap_error, seen.token_error.p99
+        table.add_row(
+            name,
+            f"{error.p50.value * 1e3:.2f}",
+            "-" if p99 is None else f"{p99.value * 1e3:.2f}",
+            f"{error.max * 1e3:.1f}",
+            "-" if gap is None else f"{gap.p50.value * 1e3:.2f}",
+            f"{seen.dispatch.p50.value * 1e3:.2f}",
+            f"{seen.requests}",
+            f"{seen.cpu_share:.0%}",
+        )
+    stall = (
+        f"{figures.stalled} requests due while the server stood still for a second: mean TTFT"
+        f" {figures.stall_ttft_mean_s * 1e3:.0f} ms (nothing omitted: {figures.stall_expected_s * 1e3:.0f})"
+    )
+    return Group(table, Text(stall), Text("accurate" if figures.held else "NOT accurate enough"), Text(""))

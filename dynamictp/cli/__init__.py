@@ -7,7 +7,9 @@ import sys
 import click
 
 from dynamictp import __version__
+from dynamictp.cli.bench import bench
 from dynamictp.cli.layout import layout
+from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
 from dynamictp.errors import DynamicTPError, FatalError
 
@@ -22,6 +24,8 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(layout)
+cli.add_command(plan)
+cli.add_command(bench)
 
 
 def main() -> None:
