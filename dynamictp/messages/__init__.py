@@ -25,7 +25,9 @@ from dynamictp.messages.serving import (
     SubmitRequest,
     SwitchStatus,
     TokenEvent,
+    WorkerGone,
     WorkerLost,
+    WorkerStarted,
 )
 from dynamictp.messages.start import (
     ArenaFacts,
@@ -95,8 +97,10 @@ __all__ = [
     "SwitchStatus",
     "TokenEvent",
     "TokenLogprobs",
+    "WorkerGone",
     "WorkerHello",
     "WorkerLost",
+    "WorkerStarted",
     "pack_tokens",
     "unpack_tokens",
 ]
@@ -109,6 +113,8 @@ Body = (
     | SetLayout
     | CancelSwitch
     | Shutdown
+    | WorkerGone
+    | WorkerStarted
     | EngineReady
     | Outputs
     | SwitchStatus

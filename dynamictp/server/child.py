@@ -8,15 +8,18 @@ owner reaps, told by a pidfd.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dynamictp.errors import ResourceError
 from dynamictp.process import PARENT_ENV
+
+log = logging.getLogger(__name__)
 
 
 class Child:
@@ -84,3 +87,29 @@ def _interrupt_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+async def end_children(children: Iterable[Child], patience_s: float) -> None:
+    """SIGTERM, a wait, SIGKILL for those that are late; returns when all are reaped."""
+    running = {child.ended: child for child in children if child.running}
+    if not running:
+        return
+    for child in running.values():
+        child.signal(signal.SIGTERM)
+    _, late = await asyncio.wait(running, timeout=patience_s)
+    for ended in late:
+        if patience_s:
+            log.warning("%s did not end in %.0f s and is killed", running[ended].name, patience_s)
+        running[ended].signal(signal.SIGKILL)
+    if late:
+        await asyncio.wait(late)
+
+
+def describe_end(code: int) -> str:
+    """An exit code in words, negative for a signal's number."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
