@@ -2,7 +2,8 @@
 
 The other end of the client's accuracy check: both processes read the same monotonic clock, so the
 difference of the stamps is the client's error (and the loopback's). Bodies may hold `gap_ms` between tokens
-and `stall_s`, for which the whole server stands still before it answers.
+and `stall_s`, for which the whole server stands still before it answers. `dynamictp bench` can be pointed
+at it, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from dynamictp.bench.server import READY_PREFIX
 
+_MODELS = b'{"object":"list","data":[{"id":"paced","object":"model","owned_by":"dynamictp-bench"}]}'
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -23,12 +25,18 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     """One request on its own connection."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
-        length = next(
-            int(line.split(b":")[1])
-            for line in head.lower().split(b"\r\n")
-            if line.startswith(b"content-length")
-        )
-        await _stream(writer, msgspec.json.decode(await reader.readexactly(length)))
+        if head.startswith(b"GET /v1/models "):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(_MODELS))
+            writer.write(_MODELS)
+        elif not head.startswith(b"POST /v1/"):
+            writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        else:
+            length = next(
+                int(line.split(b":")[1])
+                for line in head.lower().split(b"\r\n")
+                if line.startswith(b"content-length")
+            )
+            await _stream(writer, msgspec.json.decode(await reader.readexactly(length)))
         await writer.drain()
     except (ConnectionError, asyncio.IncompleteReadError):
         pass  # the client left

@@ -19,7 +19,7 @@ class FailureKind(StrEnum):
     CONNECTION = "connection"  # no connection, or lost
     TIMEOUT = "timeout"
     STREAM = "stream"  # an error event after the stream began
-    TRUNCATED = "truncated"  # ended without a finish reason or [DONE]
+    TRUNCATED = "truncated"  # ended without a finish reason
     PROTOCOL = "protocol"  # not the API's format, or counts that contradict each other
     CUT = "cut"  # the run ended first: no verdict on the server
 

@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from dynamictp.bench.admin import Admin, Switch
 from dynamictp.bench.client import Client
 from dynamictp.bench.live import Counters
@@ -25,13 +27,13 @@ from dynamictp.bench.schedule import Request, schedule_digest
 from dynamictp.bench.watcher import LayoutWatcher
 from dynamictp.bench.workload.classes import Workload
 from dynamictp.bench.workload.plan import Plan, make_plan
-from dynamictp.bench.workload.text import TextMaker
+from dynamictp.bench.workload.text import TextMaker, WordStream
 from dynamictp.bench.workload.tokens import (
-    ApproximateCounter,
     Exactness,
     FileCounter,
     ServerCounter,
     TokenCounter,
+    calibrated,
 )
 from dynamictp.clock import SystemClock
 from dynamictp.errors import FatalError
@@ -39,6 +41,7 @@ from dynamictp.errors import FatalError
 # Between the last preparation and the first request.
 _HEAD_START_S = 0.2
 _WARMUP_USERS = 2
+_CALIBRATION_WORDS = (20, 220)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ async def prepare(
     if options.ignore_eos or (options.ignore_eos is None and facts.owned_by in ("dynamictp", "vllm")):
         extra["ignore_eos"] = True
     async with http_client(facts.url, options.api_key) as http:
-        counter = _counter(http, facts, options)
+        counter = await _counter(http, facts, options, workload)
         maker = TextMaker(counter, workload.seed)
         schedule = await maker.schedule(plan, workload.endpoint, extra, on_progress)
         warmup = await TextMaker(counter, workload.seed + 1).schedule(
@@ -116,10 +119,16 @@ async def prepare(
     )
 
 
-def _counter(http: Any, facts: ServerFacts, options: Options) -> TokenCounter:
+async def _counter(
+    http: httpx.AsyncClient, facts: ServerFacts, options: Options, workload: Workload
+) -> TokenCounter:
     if options.tokenizer is not None:
         return FileCounter(options.tokenizer)
-    return ServerCounter(http, facts.model) if facts.tokenizes else ApproximateCounter()
+    if facts.tokenizes:
+        return ServerCounter(http, facts.model)
+    sample = WordStream("calibration", workload.seed)
+    texts = sample.text(_CALIBRATION_WORDS[0]), sample.text(_CALIBRATION_WORDS[1])
+    return await calibrated(http, facts.model, workload.endpoint, texts)
 
 
 def _warmup_plan(workload: Workload, count: int) -> Plan:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI, Header, HTTPException
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
 KEY = "sk-test"
@@ -49,10 +49,16 @@ async def models() -> dict[str, object]:
 
 
 @app.post("/v1/chat/completions")
-async def chat(body: Chat, authorization: str = Header("")) -> StreamingResponse:
+async def chat(body: Chat, authorization: str = Header("")) -> Response:
     if authorization != f"Bearer {KEY}":
         raise HTTPException(401, "no such key")
+    if not body.stream:
+        return JSONResponse({"choices": [], "usage": {"prompt_tokens": _prompt_tokens(body)}})
     return StreamingResponse(_events(body), media_type="text/event-stream")
+
+
+def _prompt_tokens(body: Chat) -> int:
+    return 9 + sum(2 * len(message.content.split()) for message in body.messages)
 
 
 async def _events(body: Chat) -> AsyncIterator[str]:
@@ -62,8 +68,7 @@ async def _events(body: Chat) -> AsyncIterator[str]:
         await asyncio.sleep(0.001)
     yield 'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}\n\n'
     tokens = body.max_tokens // 2 * 2
-    prompt = sum(len(message.content.split()) for message in body.messages)
-    usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
+    usage = {"prompt_tokens": _prompt_tokens(body), "completion_tokens": tokens}
     yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
     yield "data: [DONE]\n\n"
 

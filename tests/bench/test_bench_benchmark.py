@@ -48,7 +48,8 @@ def test_another_server_is_measured_as_it_is(other_server: Bench) -> None:
     assert len(run.results) >= 16
     assert all(result.chunk_tokens == (2, 2, 2) for result in run.results)
     assert all(result.output_tokens == 6 for result in run.results)
-    assert all(result.prompt_tokens for result in run.results)
+    # Its tokens are words, so what its usage says of two requests tells the length of all.
+    assert all(abs((r.prompt_tokens or 0) - (r.request.prompt_tokens or 0)) <= 2 for r in run.results)
     assert openai_server.KEY not in repr(other_server)
 
 

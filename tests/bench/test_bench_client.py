@@ -203,6 +203,14 @@ async def test_streams_that_just_end_are_truncated() -> None:
         await closed(peer)
         await peer.raw(b"0\r\n\r\n")
 
+    async def only_finish(peer: Peer) -> None:
+        await peer.head()
+        await peer.tokens(1, finish="stop")
+        await peer.raw(b"0\r\n\r\n")
+
+    async with scripted(only_finish) as server:
+        assert (await send(server.url)).failure is None
+
     async def no_finish(peer: Peer) -> None:
         await closed(peer)
         await peer.end()

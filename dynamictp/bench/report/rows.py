@@ -50,7 +50,8 @@ def side_by_side(runs: Sequence[RunFigures]) -> tuple[Row, ...]:
         Row("Time per output token, ms"),
         *_latency_rows(row, lambda group: group.tpot, ""),
         Row("Between tokens, ms"),
-        row("P50", lambda r: _ms(r.total.itl, "p50"), "a chunk of k tokens is k gaps"),
+        row("samples", lambda r: count_text(r.total.itl), "a chunk of k tokens is k gaps"),
+        row("P50", lambda r: _ms(r.total.itl, "p50")),
         row("P99", lambda r: _ms(r.total.itl, "p99")),
         row("longest chunk gap", lambda r: seconds_ms(r.total.longest_gap_s), "of any stream"),
         Row("Whole request, ms"),
@@ -76,7 +77,8 @@ def side_by_side(runs: Sequence[RunFigures]) -> tuple[Row, ...]:
 def _latency_rows(
     row: Callable[..., Row], of: Callable[[Group], Estimate | None], note: str
 ) -> Iterable[Row]:
-    yield row("P50", lambda r: _ms(of(r.total), "p50"), note)
+    yield row("samples", lambda r: count_text(of(r.total)), note)
+    yield row("P50", lambda r: _ms(of(r.total), "p50"))
     yield row("P95", lambda r: _ms(of(r.total), "p95"))
     yield row("P99", lambda r: _ms(of(r.total), "p99"))
 
@@ -109,6 +111,10 @@ def failures_text(group: Group) -> str:
         return "0"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(group.failures.items()))
     return f"{group.failed} ({kinds})"
+
+
+def count_text(seen: Estimate | None) -> str:
+    return "0" if seen is None else str(seen.count)
 
 
 def percent(figure: Figure | None, *, interval: bool = True) -> str:

@@ -70,10 +70,44 @@ class FileCounter:
 
 
 class ApproximateCounter:
-    """Words times a usual ratio: for servers that don't tell, whose usage then says the truth."""
+    """Words times a ratio: for servers that don't tell, whose usage then says the truth."""
 
     exactness: Exactness = "approximate"
 
+    def __init__(self, tokens_per_word: float = TOKENS_PER_WORD, overhead_tokens: float = 0.0) -> None:
+        """`overhead_tokens` stand around the text of every prompt (chat template, special tokens)."""
+        self._tokens_per_word, self._overhead_tokens = tokens_per_word, overhead_tokens
+
     async def count(self, prompt: Prompt, *, special: bool = True) -> int:
         texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-        return round(sum(len(text.split()) for text in texts) * TOKENS_PER_WORD)
+        words = sum(len(text.split()) for text in texts)
+        return round(words * self._tokens_per_word + (self._overhead_tokens if special else 0.0))
+
+
+async def calibrated(
+    http: httpx.AsyncClient, model: str, endpoint: str, texts: tuple[str, str]
+) -> ApproximateCounter:
+    """Ratio and overhead from the usage of two requests of one output token, a short text and a long one.
+
+    The usual ratio where the server answers otherwise than expected: the load will tell why.
+    """
+    try:
+        seen = [(len(text.split()), await _usage(http, model, endpoint, text)) for text in texts]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return ApproximateCounter()
+    (words, tokens), (more_words, more_tokens) = seen
+    ratio = (more_tokens - tokens) / (more_words - words)
+    return ApproximateCounter(ratio, tokens - ratio * words) if ratio > 0 else ApproximateCounter()
+
+
+async def _usage(http: httpx.AsyncClient, model: str, endpoint: str, text: str) -> int:
+    body: dict[str, object] = {"model": model, "max_tokens": 1, "temperature": 0}
+    if endpoint == "chat":
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": text}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = text
+    response = await http.post(path, json=body)
+    response.raise_for_status()
+    return int(response.json()["usage"]["prompt_tokens"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from dynamictp.bench.workload.tokens import (
     FileCounter,
     Prompt,
     ServerCounter,
+    calibrated,
 )
 from dynamictp.errors import ConfigError, FatalError
 
@@ -143,6 +145,27 @@ async def test_the_server_is_asked_with_its_model() -> None:
     assert b'"add_special_tokens":false' in asked[0]
     assert b'"messages":[{"role":"user","content":"good"}]' in asked[1]
     assert all(b'"model":"m"' in body for body in asked)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_ratio_and_overhead_are_read_from_the_usage_of_two_requests(endpoint: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        text = body["prompt"] if endpoint == "completions" else body["messages"][0]["content"]
+        return httpx.Response(200, json={"usage": {"prompt_tokens": 30 + 2 * len(text.split())}})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://s") as http:
+        counter = await calibrated(http, "m", endpoint, ("one two", "one two three four"))
+    assert await counter.count("a b c d e") == 40
+    assert await counter.count("a b c d e", special=False) == 10
+
+
+@pytest.mark.parametrize("body", [{}, {"usage": None}, {"usage": {"prompt_tokens": 5}}])
+async def test_without_a_usage_the_usual_ratio_is_taken(body: dict[str, object]) -> None:
+    transport = httpx.MockTransport(lambda _request: httpx.Response(200, json=body))
+    async with httpx.AsyncClient(transport=transport, base_url="http://s") as http:
+        counter = await calibrated(http, "m", "chat", ("one two", "one two three four"))
+    assert await counter.count("a b c d e f g h i j") == 13
 
 
 async def test_a_tokenizer_file_counts(tmp_path: Path) -> None:
