@@ -287,7 +287,8 @@ class LayoutManager:
     def _rebuild(self, now: float) -> None:
         """Open what the observed layout misses: at the start once all workers are there, later whatever has
         its workers."""
-        if now < self._rebuild_at or not self._missing(self.observed):
+        missing = self._missing(self.observed)
+        if now < self._rebuild_at or not any(self._fleet.has_workers(placed.devices) for placed in missing):
             return
         if not self.started and not self._fleet.complete:
             return
@@ -296,8 +297,7 @@ class LayoutManager:
         switch = Switch("", self.observed, self.observed, "rebuild" if self.started else "start", 0.0, now)
         self._compare(switch)
         switch.opening = [d for d in switch.opening if self._fleet.has_workers(d.devices)]
-        if switch.opening or switch.reviving:
-            self._current = switch
+        self._current = switch
 
     def _abandon(self, switch: Switch, outcome: Outcome, error: str | None) -> None:
         """Take an uncommitted switch back: the layout stays as it was."""
@@ -325,9 +325,10 @@ class LayoutManager:
         kept = set(switch.target.domains)
         return [d for d in self._fleet.live() if d.state == "serving" and d.placed not in kept]
 
-    def _missing(self, layout: Layout) -> bool:
+    def _missing(self, layout: Layout) -> list[PlacedShape]:
+        """What of the layout no domain serves."""
         served = {domain.placed for domain in self._fleet.live() if domain.state == "serving"}
-        return any(placed not in served for placed in layout.domains)
+        return [placed for placed in layout.domains if placed not in served]
 
     def _keepable(self) -> list[Domain]:
         """Domains a target may keep: serving ones first, those with most requests first."""

@@ -13,6 +13,8 @@ OVERSLEPT_S = 1.0
 """Between two looks: more means that this process itself did not run, so the workers may not have either."""
 LONGEST_STEP = 10.0
 """A step may take so many times what was predicted before its worker counts as hanging."""
+WAIT_SHARE = 0.5
+"""Share of `hang_s` after which it is odd that every member of a domain waits: no step is that still."""
 LEAVE_S = 1.0
 """A rank that waits looks at the control word every few ms, so by then it has left a failed domain."""
 HELLO_S = 60.0
@@ -105,11 +107,12 @@ class Watch:
                 continue
             since = self._owes_since.setdefault(device, now)
             seconds = min(age_s, now - since)
-            if seconds > self._limit_s(device, domains):
-                found[device] = _Stall(seconds, state == _WAITING)
+            waits = state == _WAITING
+            if seconds > (WAIT_SHARE * self._hang_s if waits else self._step_limit_s(device, domains)):
+                found[device] = _Stall(seconds, waits)
         return found
 
-    def _limit_s(self, device: int, domains: list[Domain]) -> float:
+    def _step_limit_s(self, device: int, domains: list[Domain]) -> float:
         steps_ms = (r.predicted_ms for d in domains if device in d.devices for r in d.in_flight)
         return max(self._hang_s, LONGEST_STEP * max(steps_ms, default=0.0) * 1e-3)
 

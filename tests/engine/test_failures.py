@@ -156,7 +156,7 @@ def test_when_all_members_wait_the_one_that_does_not_leave_is_lost() -> None:
     hold(sim, 0)
     for device in (0, 1):
         hang(sim, device, WorkerState.WAITING)
-    let_pass(sim, 2.5)
+    let_pass(sim, 1.5)
     assert sim.lost == []
     assert sim.control.words[0] == (1, 2)
     # Released, rank 0 leaves; rank 1 is stopped inside its wait.
