@@ -277,7 +277,8 @@ class Supervisor:
         budget = self._budgets.setdefault(name, CrashBudget(self._config.crash_budget))
         pause_s = budget.crashed(self._clock.now(), lived_s)
         if pause_s is None:
-            self._fail(name, code, f" for the {budget.limit + 1}th time in ten minutes (--crash-budget)")
+            more = f", and more than {budget.limit} times in ten minutes (--crash-budget)"
+            self._fail(name, code, more)
             return
 
         def begin() -> None:
