@@ -41,6 +41,8 @@ T = TypeVar("T")
 def serve_forever(config: ServeConfig) -> None:
     """Serve until SIGTERM (exit 0) or Ctrl-C (exit 130). Raises `FatalError` with the exit code to use."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Its lines of starting and stopping repeat what `say` tells.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     code = asyncio.run(_Launch(config).run())
     if code:
         sys.exit(code)
@@ -144,6 +146,7 @@ class _Launch:
 
         def stop(code: int) -> None:
             if not interrupted.done():
+                say("stopping")
                 interrupted.set_result(code)
 
         loop.add_signal_handler(signal.SIGTERM, stop, 0)
