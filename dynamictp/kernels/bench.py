@@ -138,18 +138,23 @@ def measure(loaded: Loaded, tp: int, plan: Plan) -> Iterator[str]:
 @click.option("--steps", default=20)
 @click.option("--prefill", "prompt", default=1000, help="Prompt tokens of the prefill; 0 for none.")
 @click.option("--chunk", default=512)
-def main(*, model: str, dtype: DType, level: str | None, degrees: tuple[int, ...], **plan: Any) -> None:
+@click.option("--probe/--no-probe", default=True, help="Print the memory state before and after.")
+def main(
+    *, model: str, dtype: DType, level: str | None, degrees: tuple[int, ...], probe: bool, **plan: Any
+) -> None:
     """Step times of the native kernels."""
     wanted = Plan(**plan)
     tokens = max(max(wanted.batches) * (wanted.context + PAGE_TOKENS), wanted.prompt + PAGE_TOKENS)
     loaded = load(model, dtype, level or kernel_level(), tokens)
     huge = collapse(loaded.model.weights)
     click.echo(f"{describe_machine()}; {loaded.model.level}, {huge:.0%} of the weights in huge pages")
-    click.echo(probe_memory())
+    if probe:
+        click.echo(probe_memory())
     for tp in degrees:
         for line in measure(loaded, tp, wanted):
             click.echo(line)
-    click.echo(probe_memory())
+    if probe:
+        click.echo(probe_memory())
 
 
 if __name__ == "__main__":
