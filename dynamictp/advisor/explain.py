@@ -142,11 +142,26 @@ def _worse(plan: Plan, narrow: Candidate, best: Candidate, performance: Performa
         )
     if not math.isfinite(other.ttft_p99.high):
         return f"{narrow.name} is overloaded when the machine is at the slow end of what is assumed"
+    return _preferred(plan, narrow, best)
+
+
+def _preferred(plan: Plan, narrow: Candidate, best: Candidate) -> str:
+    """Why `best`, where `narrow` meets the targets as well."""
+    here, there = best.performance, narrow.performance
+    assert here is not None
+    assert there is not None
     if narrow.devices > best.devices:
         return f"{narrow.name} takes {narrow.devices} devices for it and {best.name} only {best.devices}"
+    if plan.question.objective == "efficiency":
+        return (
+            f"both take {best.devices} devices, and 99 of 100 requests finish within "
+            f"{seconds(here.e2e_p99.estimate)} under {best.name}, within {seconds(there.e2e_p99.estimate)} "
+            f"under {narrow.name}"
+        )
     return (
-        f"{best.name} takes {seconds(performance.tpot.estimate)} a token and {narrow.name} "
-        f"{seconds(other.tpot.estimate)}, which is what objective {plan.question.objective} asks for"
+        f"{best.name} takes {seconds(here.tpot.estimate)} a token and carries "
+        f"{here.capacity.estimate:.3g} req/s, {narrow.name} {seconds(there.tpot.estimate)} and "
+        f"{there.capacity.estimate:.3g}: objective {plan.question.objective}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynamictp.advisor.machine import Machine
 from dynamictp.advisor.search import Candidate
-from dynamictp.advisor.topology import LinkKind
+from dynamictp.advisor.topology import Link, LinkKind
 from dynamictp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#44aa99")
 """Paul Tol's bright palette: told apart by colour-blind readers, too."""
 _FREE = "#dddddd"
+_TURN = 0.35
 _LINES: dict[LinkKind, tuple[str, float, float]] = {
     LinkKind.NVLINK: ("#228833", 2.4, 0.9),
     LinkKind.PIX: ("#4477aa", 1.8, 0.8),
@@ -69,7 +70,9 @@ def _places(islands: tuple[tuple[int, ...], ...], columns: int) -> dict[int, tup
         x, y = index % columns, -(index // columns)
         radius = 0.0 if len(island) == 1 else 0.2 if len(island) == 2 else 0.33
         for position, device in enumerate(island):
-            angle = math.pi / 2 - 2 * math.pi * position / len(island)
+            # Turned a little, so that a link to the next island passes behind no other device.
+            turn = _TURN if len(island) > 2 else 0.0
+            angle = math.pi / 2 - turn - 2 * math.pi * position / len(island)
             places[device] = (x + radius * math.cos(angle), y + radius * math.sin(angle))
     return places
 
@@ -78,10 +81,18 @@ def _draw_links(axes: Axes, machine: Machine, places: dict[int, tuple[float, flo
     topology = machine.nodes.topology
     for a, b in combinations(range(topology.size), 2):
         link = topology.link(a, b)
-        colour, width, alpha = _LINES[link.kind]
+        colour, _, alpha = _LINES[link.kind]
         (xa, ya), (xb, yb) = places[a], places[b]
-        width *= 1 + 0.4 * (link.count - 1) if link.kind is LinkKind.NVLINK and link.count < 5 else 1
-        axes.plot([xa, xb], [ya, yb], color=colour, linewidth=width, alpha=alpha, zorder=10 - link.kind)
+        axes.plot(
+            [xa, xb], [ya, yb], color=colour, linewidth=_width(link), alpha=alpha, zorder=10 - link.kind
+        )
+
+
+def _width(link: Link) -> float:
+    """Few NVLinks are told apart by their width; a switch shows the same number everywhere."""
+    width = _LINES[link.kind][1]
+    few = link.kind is LinkKind.NVLINK and link.count < 5
+    return width * (0.4 + 0.6 * link.count) if few else width
 
 
 def _draw_devices(
@@ -114,7 +125,7 @@ def _legend(axes: Axes, machine: Machine) -> None:
     links = {topology.link(a, b) for a, b in combinations(range(topology.size), 2)}
     ordered = sorted(links, key=lambda link: (link.kind, -link.count))
     handles = [
-        Line2D([], [], color=_LINES[link.kind][0], linewidth=_LINES[link.kind][1], label=str(link))
+        Line2D([], [], color=_LINES[link.kind][0], linewidth=_width(link), label=str(link))
         for link in ordered
     ]
     if handles:

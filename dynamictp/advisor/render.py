@@ -17,6 +17,7 @@ from dynamictp.advisor.switches import switch_options
 from dynamictp.cost.figures import Prediction
 from dynamictp.cost.hardware import GIB
 from dynamictp.cost.shape import ModelShape
+from dynamictp.cost.shares import residency
 
 _GB = 1e9
 
@@ -24,7 +25,8 @@ _GB = 1e9
 def render_plan(plan: Plan, model: str, rows: int) -> RenderableType:
     """Facts, recommendation, reasons, placement, ranked table, switches, command, provenance."""
     question = plan.question
-    parts: list[RenderableType] = [_facts(plan), Text(""), Text(headline(plan), style="bold")]
+    parts: list[RenderableType] = [_facts(plan), *_residency(plan), Text("")]
+    parts.append(Text(headline(plan), style="bold"))
     parts += _reasons(plan)
     best = plan.best
     if best is not None:
@@ -77,6 +79,23 @@ def _table(*columns: tuple[str, JustifyMethod], title: str = "") -> Table:
     return table
 
 
+def _residency(plan: Plan) -> list[RenderableType]:
+    """What the resident degrees cost in memory (D1)."""
+    question = plan.question
+    if not question.resident or question.machine.device.shared_memory:
+        return []
+    held = residency(question.resident, question.machine.per_node)
+    degrees = ", ".join(map(str, question.resident))
+    cut = question.shape.weight_bytes / _GB
+    return [
+        Text(
+            f"Resident for TP {degrees}: a device holds {held.mean:.0%} of the cut weights on average, "
+            f"{held.largest:.0%} at most; {held.surplus * cut:.1f} GB ({held.surplus:.0%}) more than static "
+            f"TP{max(question.resident)}"
+        )
+    ]
+
+
 def _reasons(plan: Plan) -> list[RenderableType]:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     for reason in explain(plan):
@@ -91,7 +110,7 @@ def _candidates(plan: Plan, rows: int) -> RenderableType:
         ("dev", "right"),
         ("KV\ntokens", "right"),
         ("in SLO\nreq/s", "right"),
-        ("carried\nreq/s", "right"),
+        ("carry\nreq/s", "right"),
         ("first token P99, s\nbound < est. (band)", "right"),
         ("mean token, ms\nbound < est. (band)", "right"),
         ("comm %\npre/dec", "right"),
@@ -102,7 +121,11 @@ def _candidates(plan: Plan, rows: int) -> RenderableType:
     for candidate in shown:
         table.add_row(*_row(candidate))
     hidden = sum(c.runs for c in plan.candidates) - len(shown)
-    notes = _infeasible(plan)
+    notes = [
+        "ok: inside the targets; misses: not; queues: for KV; over: more load than it carries; "
+        "in SLO: what it carries inside the targets",
+        *_infeasible(plan),
+    ]
     if hidden:
         notes.insert(0, f"{hidden} more with --rows {len(shown) + hidden} or --json")
     return Group(table, *(Text(note, style="dim") for note in notes))
@@ -112,13 +135,13 @@ def _row(candidate: Candidate) -> list[RenderableType]:
     performance = candidate.performance
     assert performance is not None
     if candidate.meets_targets:
-        mark = Text("in SLO", style="green")
+        mark = Text("ok", style="green")
     elif not candidate.stable:
-        mark = Text("overloaded", style="red")
+        mark = Text("over", style="red")
     elif candidate.verdict == "fits with queueing":
         mark = Text("queues", style="yellow")
     else:
-        mark = Text("misses SLO", style="yellow")
+        mark = Text("misses", style="yellow")
     return [
         candidate.name,
         str(candidate.devices),
@@ -224,7 +247,13 @@ def _provenance(plan: Plan) -> Text:
     text = "\n".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind.items())
     calibration = plan.question.calibration
     if calibration is not None:
-        text = f"measured: step times of {calibration.model} ({calibration.source})\n{text}"
+        degrees = ", ".join(f"TP{degree}" for degree in calibration.degrees)
+        pegged = (
+            "; a ratio is beyond its limit, so the device is described wrongly" if calibration.pegged else ""
+        )
+        text = (
+            f"measured: step times of {calibration.model} at {degrees} ({calibration.source}){pegged}\n{text}"
+        )
     return Text(
         f"Where the figures come from (sources with --json; bound: ideal hardware; band: fast to slow "
         f"assumptions)\n{text}",

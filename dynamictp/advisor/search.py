@@ -21,7 +21,7 @@ from dynamictp.cost.hardware import Assumptions, EngineLimits, LinkFacts
 from dynamictp.cost.lengths import Workload
 from dynamictp.cost.memory import MemoryPlan, memory_plan, sequence_tokens
 from dynamictp.cost.shape import ModelShape
-from dynamictp.cost.shares import degrees
+from dynamictp.cost.shares import degrees, residency
 from dynamictp.cost.steps import Domain, StepModel
 
 Verdict = Literal["fits", "fits with queueing", "infeasible at this TP for one request", "infeasible"]
@@ -48,8 +48,10 @@ class Question(msgspec.Struct, frozen=True):
     assumptions: Assumptions = Assumptions()
     calibration: Calibration | None = None
     objective: Objective = "efficiency"
-    surplus_fraction: float = 0.0
-    """Weights held beyond a rank's share for other degrees (dynamic mode)."""
+    resident: tuple[int, ...] = ()
+    """Degrees between which the domains of a node may change without moving a weight (D1): devices hold the
+    hull of their ranges, and no other degree is a candidate. Empty: static TP.
+    """
     whole_machine: bool = False
     """Only configurations that leave no device idle that could hold another replica."""
     max_stages: int = 16
@@ -153,8 +155,16 @@ def shapes(question: Question) -> list[tuple[int, int]]:
     legal = degrees(shape, widest, shared_memory=machine.device.shared_memory)
     single = machine.is_mig or machine.device.shared_memory
     stages = [pp for pp in _STAGES if pp <= min(shape.layers, 1 if single else question.max_stages)]
-    wanted = [tp for tp in legal if not question.degrees or tp in question.degrees]
+    asked = question.resident or question.degrees
+    wanted = [tp for tp in legal if not asked or tp in asked]
     return [(tp, pp) for tp in wanted for pp in stages if tp * pp <= machine.devices]
+
+
+def resident_surplus(question: Question, tp: int) -> float:
+    """Part of the cut weights that the fullest device holds beyond 1 / tp, for the other resident degrees."""
+    if not question.resident or question.machine.device.shared_memory:
+        return 0.0
+    return max(0.0, residency(question.resident, question.machine.per_node).largest - 1 / tp)
 
 
 def _speed(link: LinkFacts) -> float:
@@ -175,7 +185,7 @@ class Evaluation:
             tp,
             pp,
             limits=question.limits,
-            surplus_fraction=question.surplus_fraction,
+            surplus_fraction=resident_surplus(question, tp),
         )
         self.verdict, self.reason = self._memory_verdict()
         self.most = len(self._placement)

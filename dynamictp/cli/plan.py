@@ -38,6 +38,7 @@ WIDTH = 100
 )
 @click.option("--mode", type=click.Choice(["static", "dynamic"]), default="static", show_default=True,
               help="dynamic holds communicators and a KV reserve for changes of degree")  # fmt: skip
+@click.option("--resident", help="degrees a node may change between, as 4,6,8: their weights stay resident")
 @click.option("--max-stages", type=int, default=16, show_default=True, help="most pipeline stages")
 @click.option("--max-num-seqs", type=int, help="most running requests of a replica [default: 256, CPU 64]")
 @click.option("--max-batched-tokens", type=int, help="most tokens of a step [default: 2048, CPU 512]")
@@ -123,7 +124,21 @@ def _question(model: str, flags: dict[str, Any]) -> Any:
         calibration=calibration,
         objective=flags["objective"],
         max_stages=flags["max_stages"],
+        resident=_resident(flags["resident"], machine.per_node),
     )
+
+
+def _resident(text: str | None, devices: int) -> tuple[int, ...]:
+    """The degrees of --resident. Raises `ConfigError`."""
+    if text is None:
+        return ()
+    try:
+        degrees = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise ConfigError(f"--resident {text}: expected degrees such as 4,6,8") from error
+    if not all(1 <= degree <= devices for degree in degrees):
+        raise ConfigError(f"--resident {text}: degrees go from 1 to the node's {devices} devices")
+    return degrees
 
 
 def _stored(shape: Any, flags: dict[str, Any]) -> Any:

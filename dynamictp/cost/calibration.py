@@ -73,6 +73,16 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             clamped, INHERITED_SPREAD if inherited else MEASURED_SPREAD, inherited, clamped != ratio
         )
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Measured degrees; others inherit."""
+        return tuple(sorted({point.tp for point in self.points}))
+
+    @property
+    def pegged(self) -> bool:
+        """A ratio is beyond the clamp: an alarm, not a correction."""
+        return any(not 1 / CLAMP <= point.ratio <= CLAMP for point in self.points)
+
     def save(self, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
 

@@ -177,6 +177,16 @@ def test_dynamic_mode_holds_less_kv() -> None:
     assert found(dynamic, 4, 2).memory.kv_tokens < 0.7 * found(static, 4, 2).memory.kv_tokens
 
 
+def test_resident_degrees_cost_memory_and_exclude_others() -> None:
+    machine = node("a100-80g")
+    static = make_plan(question("llama-3.1-70b", machine))
+    resident = make_plan(question("llama-3.1-70b", machine, resident=(4, 6, 8)))
+    assert {candidate.tp for candidate in resident.candidates} == {4, 6, 8}
+    eight = found(resident, 8, 1)
+    assert eight.memory.surplus == pytest.approx((1 / 3 - 1 / 8) * (70.55e9 - 128256 * 8192) * 2, rel=0.01)
+    assert eight.memory.kv_tokens < found(static, 8, 1).memory.kv_tokens
+
+
 def test_mig_instances_are_replicas_only() -> None:
     nodes = read_topology(TOPOLOGIES / "mig.txt")
     device = device_from_products(nodes)

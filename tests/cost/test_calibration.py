@@ -45,6 +45,9 @@ def test_absurd_ratios_are_pegged_and_say_so() -> None:
     assert found is not None
     assert found.ratio == CLAMP
     assert found.pegged
+    assert calibration.pegged
+    assert not CALIBRATION.pegged
+    assert CALIBRATION.degrees == (1, 4)
 
 
 def test_a_file_keeps_everything(tmp_path: Path) -> None:
