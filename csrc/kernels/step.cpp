@@ -78,12 +78,17 @@ void Step::set_rotation(const float* cosine, const float* sine, std::size_t posi
 }
 
 std::int64_t Step::take_wait_ns() noexcept { return std::exchange(wait_ns_, 0); }
+std::int64_t Step::take_weights_ns() noexcept { return std::exchange(weights_ns_, 0); }
+std::int64_t Step::take_attention_ns() noexcept { return std::exchange(attention_ns_, 0); }
+
+void Step::begin_part() noexcept { part_began_ns_ = shm::now_ns(); }
+void Step::end_part(std::int64_t& part_ns) noexcept { part_ns += shm::now_ns() - part_began_ns_; }
 
 void Step::meet() {
-    if (peers_ == nullptr || peers_->arrive()) return;
-    const std::int64_t begin = shm::now_ns();
-    peers_->wait();
-    wait_ns_ += shm::now_ns() - begin;
+    if (peers_ == nullptr) return;
+    begin_part();
+    if (!peers_->arrive()) peers_->wait();
+    end_part(wait_ns_);
 }
 
 void Step::check(const Batch& batch) const {
@@ -132,18 +137,26 @@ void Step::run(const Batch& batch) {
         norm_all(layer.attn_norm, number > 0, batch.count);
         project(layer, number, batch);
         meet();
+        begin_part();
         attend(number, batch);
+        end_part(attention_ns_);
         meet();
         const std::size_t hidden_column = cut_.hidden.start * panel_rows;
+        begin_part();
         kernels_.linear(layer.o, {shared_row(exchange_.attn, 0, 0), exchange_.attn.stride, batch.count},
                         hidden_row(0) + hidden_column, exchange_.hidden.stride);
+        end_part(weights_ns_);
         meet();
         norm_all(layer.mlp_norm, true, batch.count);
+        begin_part();
         kernels_.gated(layer.gate, layer.up, {normed_.get(), norm_stride_, batch.count},
                        shared_row(exchange_.mlp, 0, cut_.mlp.start * panel_rows), exchange_.mlp.stride);
+        end_part(weights_ns_);
         meet();
+        begin_part();
         kernels_.linear(layer.down, {shared_row(exchange_.mlp, 0, 0), exchange_.mlp.stride, batch.count},
                         hidden_row(0) + hidden_column, exchange_.hidden.stride);
+        end_part(weights_ns_);
         meet();
     }
 }
@@ -178,7 +191,9 @@ void Step::project(const LayerWeights& layer, std::size_t number, const Batch& b
     const std::size_t stride = cut_.qkv.size() * shape_.head_dim;
     for (std::size_t first = 0; first < batch.count; first += head_rows) {
         const std::size_t count = std::min(head_rows, batch.count - first);
+        begin_part();
         kernels_.linear(layer.qkv, {normed_.get() + bytes(first * norm_stride_), norm_stride_, count}, heads, stride);
+        end_part(weights_ns_);
         store_heads(layer, number, batch, first, count);
     }
 }
@@ -269,7 +284,9 @@ void Step::logits(const std::int64_t* tokens, std::size_t count, std::int64_t* a
     }
     auto* const out = reinterpret_cast<float*>(shared_ + exchange_.logits.offset);
     const std::size_t stride = exchange_.logits.stride, first = cut_.vocab.start * panel_rows;
+    begin_part();
     kernels_.linear(weights_.head, {normed_.get(), norm_stride_, count}, out + first, stride);
+    end_part(weights_ns_);
     auto* const best = reinterpret_cast<Best*>(shared_ + exchange_.best.offset);
     for (std::size_t r = 0; r < count; ++r) {
         float* const mine = out + r * stride + first;

@@ -122,8 +122,11 @@ public:
     // int64 [rows] that the step leaves alone: for the tokens that the ranks sample from the logits.
     const std::byte* tokens_data() const noexcept { return shared_ + exchange_.tokens.offset; }
     std::size_t logits_stride() const noexcept { return exchange_.logits.stride; }
-    // Time spent waiting for peers since the last call of this function.
+    // Time spent since the last call of the same function: at barriers, in matrices, in attention. What is left of a
+    // step is norms, rotary and page writes, and the embedding.
     std::int64_t take_wait_ns() noexcept;
+    std::int64_t take_weights_ns() noexcept;
+    std::int64_t take_attention_ns() noexcept;
 
 private:
     void check(const Batch& batch) const;
@@ -134,6 +137,8 @@ private:
     void attend_segment(const PagePlanes& planes, const Segment& segment, const Segment* next, const Batch& batch);
     void norm_all(const float* weight, bool add_hidden, std::size_t count);
     void meet();
+    void begin_part() noexcept;
+    void end_part(std::int64_t& part_ns) noexcept;
 
     PagePlanes planes(std::size_t layer) const noexcept;
     std::size_t bytes(std::size_t elements) const noexcept { return elements * element_bytes(shape_.dtype); }
@@ -168,7 +173,8 @@ private:
     std::vector<std::size_t> token_positions_;
     std::vector<Segment> segments_;
     std::size_t batch_count_ = 0;
-    std::int64_t wait_ns_ = 0;
+    std::int64_t wait_ns_ = 0, weights_ns_ = 0, attention_ns_ = 0;
+    std::int64_t part_began_ns_ = 0;
 };
 
 }  // namespace dynamictp::kernels

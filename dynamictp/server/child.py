@@ -13,13 +13,35 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from dynamictp.errors import ResourceError
 from dynamictp.process import PARENT_ENV
 
 log = logging.getLogger(__name__)
+
+
+class Spawner:
+    """Starts processes from a thread of its own.
+
+    A child inherits the priority of the thread that starts it and can't raise it again, and the event loop's
+    thread lowers its own once it serves: this one keeps what it was made with. It must live as long as the
+    children, since the kernel ends them when the thread that started them ends.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "spawner")
+        self._thread.submit(lambda: None).result()  # made now, with the priority of now
+
+    def start(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        """Call `start` in the thread; what it returns or raises."""
+        return self._thread.submit(start).result()
+
+    def close(self) -> None:
+        """Call when no child runs any more."""
+        self._thread.shutdown()
 
 
 class Child:
@@ -30,25 +52,31 @@ class Child:
         name: str,
         arguments: Sequence[str],
         *,
+        spawner: Spawner | None = None,
         descriptors: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         stderr: int | None = None,
     ) -> None:
         """The child inherits `descriptors` under the same numbers. `environment` is added to this one's.
+        Without a `spawner` this thread starts it.
 
         Raises `ResourceError` when the machine does not let it start.
         """
         self.name = name
         self._loop = asyncio.get_running_loop()
-        try:
+
+        def start() -> subprocess.Popen[bytes]:
             with _interrupt_blocked():
-                self._process = subprocess.Popen(
+                return subprocess.Popen(
                     [sys.executable, "-m", *arguments],
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     stderr=stderr,
                     env={**os.environ, **(environment or {}), PARENT_ENV: str(os.getpid())},
                 )
+
+        try:
+            self._process = start() if spawner is None else spawner.start(start)
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as error:
             raise ResourceError(f"can't start {name}: {error.strerror}") from error

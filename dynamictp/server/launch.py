@@ -18,6 +18,7 @@ import click
 
 from dynamictp import native
 from dynamictp.config import GIB, ServeConfig
+from dynamictp.errors import BadRequest, ConfigError
 from dynamictp.kernels.select import choose_kernels
 from dynamictp.model.chat import ChatTemplate, template_from_file
 from dynamictp.model.load import open_model
@@ -27,7 +28,7 @@ from dynamictp.server.app import create_app
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
 from dynamictp.server.recovery import Recovery
-from dynamictp.server.requests import SamplingDefaults
+from dynamictp.server.requests import SamplingDefaults, parse_sampling_defaults
 from dynamictp.server.run import ServerRunner
 from dynamictp.server.service import DeviceInfo, Service
 from dynamictp.server.supervisor import Supervisor
@@ -42,6 +43,8 @@ T = TypeVar("T")
 def serve_forever(config: ServeConfig) -> None:
     """Serve until SIGTERM (drains, exit 0) or Ctrl-C (exit 130). Raises `FatalError` with the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Its lines of starting and stopping repeat what `say` tells.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     code = asyncio.run(_Launch(config).run())
     if code:
         sys.exit(code)
@@ -107,7 +110,7 @@ class _Launch:
         """From the attached engine to the end; raises `FatalError` when a child ends for good."""
         ready = await _first(service.client.wait_ready(), stop.end, supervisor.failed)
         if ready is not None:
-            # Not before the children are started: they would inherit it and could not take it back.
+            # This thread only: the supervisor's, which starts the next children, keeps its priority.
             os.setpriority(os.PRIO_PROCESS, 0, SERVING_NICE)
             seconds = time.monotonic() - self._started
             say(
@@ -183,6 +186,7 @@ class StopSignals:
     def finish(self, code: int) -> None:
         """The first one counts."""
         if not self.end.done():
+            say("stopping")
             self.end.set_result(code)
 
     def _terminate(self) -> None:
@@ -221,7 +225,9 @@ def _defaults(config: ServeConfig, source: ModelSource) -> SamplingDefaults:
     if config.generation_config != "auto":
         return SamplingDefaults()
     known = {field.name for field in fields(SamplingDefaults)}
-    given: dict[str, Any] = {k: v for k, v in source.sampling_defaults().items() if k in known}
-    if "top_k" in given:
-        given["top_k"] = int(given["top_k"])
-    return SamplingDefaults(**given)
+    try:
+        return parse_sampling_defaults({k: v for k, v in source.sampling_defaults().items() if k in known})
+    except BadRequest as error:
+        raise ConfigError(
+            f"--generation-config auto: the model's {error.message}; leave that flag out"
+        ) from error

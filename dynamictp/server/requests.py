@@ -138,6 +138,14 @@ def parse_chat(body: dict[str, Any], vocab: int, defaults: SamplingDefaults) -> 
     return ChatRequest(common, prompt, (top or 0) if wanted else None)
 
 
+def parse_sampling_defaults(values: dict[str, Any]) -> SamplingDefaults:
+    """A model's recommended values, held to what a request may ask for. Raises `BadRequest`."""
+    fields = Fields(values)
+    defaults = _parse_sampling(fields, SamplingDefaults())
+    fields.finish()
+    return defaults
+
+
 def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     fields = Fields(body)
     model = fields.text("model", 1024)
@@ -178,20 +186,19 @@ def _parse_common(fields: Fields, vocab: int, defaults: SamplingDefaults, *, lea
     if best_of is not None and best_of != n:
         raise BadRequest(f"best_of other than n ({n}) is not supported", param="best_of")
     stream = fields.flag("stream")
+    sampling = _parse_sampling(fields, defaults)
     return Common(
         model=fields.text("model", 1024),
         n=n,
         max_tokens=max_tokens,
         max_tokens_field=name,
-        temperature=_or(fields.number("temperature", 0, 2), defaults.temperature),
-        top_p=_or(fields.number("top_p", 0, 1, above=True), defaults.top_p),
-        top_k=max(0, _or(fields.integer("top_k", -1, MAX_TOKENS), defaults.top_k)),
-        min_p=_or(fields.number("min_p", 0, 1), defaults.min_p),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
-        repetition_penalty=_or(
-            fields.number("repetition_penalty", 0, 10, above=True), defaults.repetition_penalty
-        ),
+        repetition_penalty=sampling.repetition_penalty,
         logit_bias=_parse_logit_bias(fields, vocab),
         seed=fields.integer("seed", -(1 << 63), (1 << 64) - 1),
         min_tokens=min_tokens,
@@ -206,6 +213,19 @@ def _parse_common(fields: Fields, vocab: int, defaults: SamplingDefaults, *, lea
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         stream=stream,
         include_usage=_parse_stream_options(fields, stream),
+    )
+
+
+def _parse_sampling(fields: Fields, defaults: SamplingDefaults) -> SamplingDefaults:
+    """The fields that a model may have defaults for."""
+    return SamplingDefaults(
+        temperature=_or(fields.number("temperature", 0, 2), defaults.temperature),
+        top_p=_or(fields.number("top_p", 0, 1, above=True), defaults.top_p),
+        top_k=max(0, _or(fields.integer("top_k", -1, MAX_TOKENS), defaults.top_k)),
+        min_p=_or(fields.number("min_p", 0, 1), defaults.min_p),
+        repetition_penalty=_or(
+            fields.number("repetition_penalty", 0, 10, above=True), defaults.repetition_penalty
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from dynamictp.config import ServeConfig
 from dynamictp.errors import ConfigError, FatalError, ModelRefused, ResourceError
 from dynamictp.messages import Body, EngineStart, WorkerGone, WorkerStarted
 from dynamictp.model.weights import WeightIndex
-from dynamictp.server.child import Child, describe_end, end_children
+from dynamictp.server.child import Child, Spawner, describe_end, end_children
 from dynamictp.server.crash_budget import CrashBudget
 from dynamictp.server.loading import load_weights
 from dynamictp.server.plan import NodePlan
@@ -78,6 +78,7 @@ class Supervisor:
         self._index = index
         self._kernel_level = kernel_level
         self._clock = clock or SystemClock()
+        self._spawner = Spawner()
         self._folder: SocketFolder | None = None
         self._context = zmq.Context[zmq.Socket[bytes]](1)
         self._memory: dict[str, SharedMemory] = {}
@@ -105,6 +106,7 @@ class Supervisor:
             devices=plan.devices,
             folder=self._folder.path,
             descriptors={name: memory.fd for name, memory in self._memory.items()},
+            spawner=self._spawner,
             clock=self._clock,
             on_ended=self._on_worker_ended,
         )
@@ -133,6 +135,7 @@ class Supervisor:
         if self._pool is not None:
             self._pool.close()
         await end_children(self.children, STOP_S)
+        self._spawner.close()
         for memory in self._memory.values():
             memory.close()
         self._context.destroy(linger=0)
@@ -233,7 +236,9 @@ class Supervisor:
         arguments = ["dynamictp.engine", "--start", str(file), "--sockets", str(folder)]
         arguments += ["--control-fd", str(control)]
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._engine = Child("engine", arguments, descriptors=(control,), environment=threads)
+        self._engine = Child(
+            "engine", arguments, spawner=self._spawner, descriptors=(control,), environment=threads
+        )
         self._engine_began_s = self._clock.now()
         self._engine.ended.add_done_callback(lambda ended: self._on_engine_ended(ended.result()))
         self._link = zmq_link(self._context, engine_address(folder, incarnation), bind=False, incarnation=1)

@@ -14,7 +14,7 @@ import msgspec
 
 from dynamictp.clock import Clock
 from dynamictp.errors import ResourceError
-from dynamictp.server.child import Child
+from dynamictp.server.child import Child, Spawner
 from dynamictp.transport import worker_address
 from dynamictp.worker.orders import Begin, Connect, Go, Order, encode_order
 from dynamictp.worker.start import WorkerStart
@@ -62,6 +62,7 @@ class WorkerPool:
         devices: int,
         folder: Path,
         descriptors: Mapping[str, int],
+        spawner: Spawner,
         clock: Clock,
         on_ended: Ended,
     ) -> None:
@@ -70,6 +71,7 @@ class WorkerPool:
         self._start = start
         self._folder = folder
         self._descriptors = descriptors
+        self._spawner = spawner
         self._clock = clock
         self._on_ended = on_ended
         self._incarnations = [0] * devices
@@ -159,7 +161,13 @@ class WorkerPool:
             for flag, number in numbers.items():
                 arguments += [flag, str(number)]
             threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            child = Child(name, arguments, descriptors=tuple(numbers.values()), environment=threads)
+            child = Child(
+                name,
+                arguments,
+                spawner=self._spawner,
+                descriptors=tuple(numbers.values()),
+                environment=threads,
+            )
         except BaseException:
             os.close(ours)
             raise

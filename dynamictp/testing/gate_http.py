@@ -157,7 +157,9 @@ class _Disturbed:
     async def _one(self, arrival: Arrival) -> None:
         stream = await play(self._client, self._requests[arrival.index], arrival.cancel_after)
         reference = self._references[arrival.index]
-        cancelled = arrival.cancel_after is not None and len(stream.tokens) < len(reference.tokens)
+        # Its client left in mid-stream; a stream that ended before the client would have left did not.
+        left = arrival.cancel_after is not None and len(stream.tokens) >= arrival.cancel_after
+        cancelled = left and stream.finish is None
         self._report.add(arrival.index, reference, stream, cancelled)
 
     async def _switch(self) -> bool:

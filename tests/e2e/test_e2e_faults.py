@@ -48,6 +48,15 @@ def workers(server: ServerProcess) -> set[int]:
     return {pid for pid, command in server.children().items() if "-m dynamictp.worker " in command}
 
 
+def niceness(server: ServerProcess) -> dict[str, set[int]]:
+    """Of engine and workers."""
+    found: dict[str, set[int]] = {}
+    for pid, command in server.children().items():
+        role = command.split(" -m ")[1].split()[0]
+        found.setdefault(role, set()).add(os.getpriority(os.PRIO_PROCESS, pid))
+    return found
+
+
 def strike(api: Api, server: ServerProcess, victim: str, number: signal.Signals) -> None:
     if victim == "engine":
         pids = [pid for pid, command in server.children().items() if "-m dynamictp.engine " in command]
@@ -75,6 +84,7 @@ def read_tokens(stream: Stream, events: Iterator[None], more: int) -> None:
 def test_streams_keep_every_bit_over_a_fault(
     api: Api, server: ServerProcess, victim: str, number: signal.Signals
 ) -> None:
+    before = niceness(server)
     with api.stream(PROMPTS[0], 100, **SHOWN) as first, api.stream(PROMPTS[1], 100, **SHOWN) as second:
         for stream, events in (first, second):
             read_tokens(stream, events, 5)
@@ -82,6 +92,7 @@ def test_streams_keep_every_bit_over_a_fault(
         for _, events in (first, second):
             list(events)
     until(lambda: whole(api, server), "everything is there again", 60.0)
+    assert niceness(server) == before
     assert api.layout()["observed"] == "tp2"
     for prompt, (stream, _) in zip(PROMPTS, (first, second), strict=True):
         assert stream.done
