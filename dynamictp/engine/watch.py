@@ -13,11 +13,9 @@ OVERSLEPT_S = 1.0
 """Between two looks: more means that this process itself did not run, so the workers may not have either."""
 LONGEST_STEP = 10.0
 """A step may take so many times what was predicted before its worker counts as hanging."""
-WAIT_SHARE = 0.5
-"""Share of `hang_s` after which it is odd that every member of a domain waits: no step is that still."""
 LEAVE_S = 1.0
 """A rank that waits looks at the control word every few ms, so by then it has left a failed domain."""
-HELLO_S = 60.0
+HELLO_S = 30.0
 """Longest start of a worker: it may have to import torch on a busy machine."""
 HELLO_AGAIN_S = 5.0
 """A worker that serves already says hello to a restarted engine by then, or after its longest step."""
@@ -108,7 +106,7 @@ class Watch:
             since = self._owes_since.setdefault(device, now)
             seconds = min(age_s, now - since)
             waits = state == _WAITING
-            if seconds > (WAIT_SHARE * self._hang_s if waits else self._step_limit_s(device, domains)):
+            if seconds > (self._hang_s if waits else self._step_limit_s(device, domains)):
                 found[device] = _Stall(seconds, waits)
         return found
 

@@ -25,6 +25,7 @@ from dynamictp.server.loading import load_weights
 from dynamictp.server.plan import NodePlan
 from dynamictp.server.shared_memory import SharedMemory
 from dynamictp.server.socket_folder import SocketFolder
+from dynamictp.server.stopped import StoppedProcesses
 from dynamictp.server.worker_pool import WorkerPool
 from dynamictp.transport import ZmqLink, engine_address, zmq_link
 from dynamictp.worker.comm.control import ControlState, open_control
@@ -34,6 +35,9 @@ from dynamictp.worker.start import WorkerStart, exchange_slot_bytes
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
+STOPPED_SHARE = 0.5
+"""Share of `hang_s` that a child may be stopped."""
+LOOK_S = 0.25
 SPIN = 2000
 """Polls of a barrier before it yields, when every rank has a core of its own (measured)."""
 
@@ -128,6 +132,7 @@ class Supervisor:
         self._user = user
         if self._pool is not None and not self._stopping:
             self._pool.keep_spare()
+        self._look_for_stopped(StoppedProcesses(STOPPED_SHARE * self._config.hang_s))
 
     async def stop(self) -> None:
         """End the children (politely, then not), free memory and sockets. May be called twice."""
@@ -164,6 +169,16 @@ class Supervisor:
         log.warning("the engine is killed: %s", reason)
         if self._engine is not None:
             self._engine.signal(signal.SIGKILL)
+
+    def _look_for_stopped(self, stopped: StoppedProcesses) -> None:
+        """Kill children that are stopped: progress words and silence tell later, and not in every phase."""
+        if self._stopping:
+            return
+        children = {child.pid: child for child in self.children if child.running}
+        for pid in stopped.look(children, self._clock.now()):
+            log.warning("%s is killed: it is stopped", children[pid].name)
+            children[pid].signal(signal.SIGKILL)
+        asyncio.get_running_loop().call_later(LOOK_S, self._look_for_stopped, stopped)
 
     # ------------------------------------------------------------ workers
 

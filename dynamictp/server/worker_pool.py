@@ -21,8 +21,9 @@ from dynamictp.worker.start import WorkerStart
 
 log = logging.getLogger(__name__)
 
-SPARE_ATTEMPTS = 5
-"""Spares that may die one after the other; then replacements pay for their imports themselves."""
+SPARE_PAUSE_S = 1.0
+SPARE_LONGEST_PAUSE_S = 60.0
+"""Before the next spare, when several died one after the other."""
 
 Ended = Callable[[int, int, int, float], None]
 """(device, incarnation, exit code, seconds it lived)."""
@@ -107,6 +108,8 @@ class WorkerPool:
         Raises `ResourceError` when the machine does not let it start.
         """
         spare, self._spare = self._spare, None
+        if spare is not None:
+            self._spare_deaths = 0
         process = spare or self._spawn(f"worker {device}")
         self._incarnations[device] += 1
         incarnation = self._incarnations[device]
@@ -136,7 +139,7 @@ class WorkerPool:
 
     def keep_spare(self) -> None:
         """Have a spare, from now on or again. Without one a replacement only takes longer."""
-        if self._closed or self._spare is not None or self._spare_deaths >= SPARE_ATTEMPTS:
+        if self._closed or self._spare is not None:
             return
         try:
             process = self._spawn("spare worker")
@@ -186,10 +189,11 @@ class WorkerPool:
         if self._spare is not process:  # it became a worker
             return
         self._spare = None
+        pause_s = min(SPARE_LONGEST_PAUSE_S, SPARE_PAUSE_S * 2.0 ** min(self._spare_deaths, 16))
         self._spare_deaths += 1
         if not self._closed:
             log.warning("the spare worker (process %d) ended", process.child.pid)
-            asyncio.get_running_loop().call_later(1.0, self.keep_spare)
+            asyncio.get_running_loop().call_later(pause_s, self.keep_spare)
 
     def _start_file(self, device: int, incarnation: int) -> Path:
         return self._folder / f"worker-{device}.{incarnation}.json"

@@ -14,10 +14,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import click
@@ -100,8 +101,13 @@ class _Clients:
         self.last_token: dict[int, float] = {}
         """Of each live stream: when its last token came, or when it began."""
         self.longest_gap = 0.0
-        """Longest pause of any stream since this was last set to 0."""
+        """Longest pause of any stream since `watch`, as far as it lies after that."""
+        self._watched_from = 0.0
         self._tasks: list[asyncio.Task[None]] = []
+
+    def watch(self) -> None:
+        self.longest_gap = 0.0
+        self._watched_from = time.monotonic()
 
     def start(self, streams: int) -> None:
         self._tasks = [asyncio.create_task(self._one_after_the_other()) for _ in range(streams)]
@@ -124,7 +130,8 @@ class _Clients:
 
     def _token(self, number: int) -> None:
         now = time.monotonic()
-        self.longest_gap = max(self.longest_gap, now - self.last_token[number])
+        since = max(self.last_token[number], self._watched_from)
+        self.longest_gap = max(self.longest_gap, now - since)
         self.last_token[number] = now
 
 
@@ -144,22 +151,20 @@ class _Disturber:
         switching = asyncio.create_task(self._switch_all_the_time())
         try:
             await asyncio.sleep(WARM_S)
-            self._clients.longest_gap = 0.0
+            self._clients.watch()
             await asyncio.sleep(QUIET_S)
             self._report.quiet_s = self._clients.longest_gap
             while self._report.faults < faults:
                 await asyncio.sleep(self._rng.uniform(0.0, 1.5))
-                await self._fault()
-                if self._report.faults % 10 == 0:
-                    progress(f"{self._report.faults} faults, {self._report.gate.streams} streams")
+                progress(await self._fault())
         finally:
             switching.cancel()
             await asyncio.gather(switching, return_exceptions=True)
 
-    async def _fault(self) -> None:
-        """One fault, or now and then two at once; returns when every stream goes on."""
+    async def _fault(self) -> str:
+        """One fault, or now and then two at once; returns when every stream goes on, what happened."""
         rng, clients = self._rng, self._clients
-        clients.longest_gap = 0.0
+        clients.watch()
         struck = time.monotonic()
         kinds = [await self._strike()]
         if rng.random() < 0.15:
@@ -168,9 +173,11 @@ class _Disturber:
         recovered = await self._wait_settled(time.monotonic())
         for kind in filter(None, kinds):
             self._report.recovery_s.setdefault(kind, []).append(clients.longest_gap)
+        took = f"{time.strftime('%H:%M:%S')} {' and '.join(kinds)}: longest pause {clients.longest_gap:.2f} s"
         if not recovered:
             waited = time.monotonic() - struck
             self._report.gate.faults.append(f"after {kinds} no recovery in {waited:.1f} s")
+        return f"{took}, all well after {time.monotonic() - struck:.2f} s"
 
     async def _strike(self) -> str:
         """The kind of fault; empty when its victim was just not there."""
@@ -253,13 +260,17 @@ async def run_faults(
     *,
     streams: int = STREAMS,
     distinct: int = 32,
-    progress: Callable[[str], None] = lambda text: None,
+    server_log: Path | None = None,
+    progress: Progress = lambda text: None,
 ) -> FaultReport:
     """Reference on the quiet server, then the disturbed run on the same one."""
     report = FaultReport(GateReport(seed))
     arguments = ("serve", "demo", "--devices", str(DEVICES), "--layout", "tp1", "--kv-memory", "96MiB")
     environment = {"DYNAMICTP_CHECK": "1", "DYNAMICTP_FAULT": "signal"}
-    with ServerProcess(*arguments, "--crash-budget", "100000", environment=environment) as server:
+    with (
+        ServerProcess(*arguments, "--crash-budget", "100000", environment=environment) as server,
+        _keeping_output(server, server_log),
+    ):
         requests = make_requests(seed, distinct, 49_152, longest_prompt=300, longest_output=120)
         references = await reference_streams(server.url, requests)
         progress(f"reference: {sum(len(stream.tokens) for stream in references)} tokens")
@@ -274,6 +285,15 @@ async def run_faults(
         await wait_quiet(server.url)
         _judge_end(server, descriptors, report.gate)
     return report
+
+
+@contextmanager
+def _keeping_output(server: ServerProcess, file: Path | None) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.write_text("\n".join(server.lines) + "\n", encoding="utf-8")
 
 
 def _judge_end(server: ServerProcess, descriptors: int, gate: GateReport) -> None:
@@ -294,11 +314,14 @@ def _descriptors(pid: int) -> int:
 @click.option("--faults", default=100, show_default=True)
 @click.option("--seed", type=int, help="default: random, printed")
 @click.option("--streams", default=STREAMS, show_default=True)
-def main(faults: int, seed: int | None, streams: int) -> None:
+@click.option("--server-log", type=click.Path(path_type=Path), help="file for the server's output")
+def main(faults: int, seed: int | None, streams: int, server_log: Path | None) -> None:
     """Run faults on a real server and print what came of it."""
     seed = random.SystemRandom().randrange(1 << 20) if seed is None else seed
     click.echo(f"seed {seed}")
-    report = asyncio.run(run_faults(seed, faults, streams=streams, progress=click.echo))
+    report = asyncio.run(
+        run_faults(seed, faults, streams=streams, server_log=server_log, progress=click.echo)
+    )
     for line in report.lines():
         click.echo(line)
     sys.exit(bool(report.gate.faults))

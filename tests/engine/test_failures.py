@@ -156,7 +156,7 @@ def test_when_all_members_wait_the_one_that_does_not_leave_is_lost() -> None:
     hold(sim, 0)
     for device in (0, 1):
         hang(sim, device, WorkerState.WAITING)
-    let_pass(sim, 1.5)
+    let_pass(sim, 2.5)
     assert sim.lost == []
     assert sim.control.words[0] == (1, 2)
     # Released, rank 0 leaves; rank 1 is stopped inside its wait.
@@ -197,7 +197,7 @@ def test_a_worker_that_never_says_hello_is_lost() -> None:
     sim = simulation()
     sim.core.on_server(WorkerGone(2, 1, "exit code -9"))
     sim.core.on_server(WorkerStarted(2, 2))
-    let_pass(sim, 59.0)
+    let_pass(sim, 29.0)
     assert sim.lost == []
     let_pass(sim, 2.0)
     assert [(lost.device, lost.incarnation) for lost in sim.lost] == [(2, 2)]
