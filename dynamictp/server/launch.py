@@ -43,6 +43,8 @@ def serve_forever(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Its lines of starting and stopping repeat what `say` tells.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # Texts are tokenized one by one: a pool of threads in the library would idle and be lost in a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code = asyncio.run(_Launch(config).run())
     if code:
         sys.exit(code)
