@@ -54,8 +54,6 @@ def plan_node(
     communicators: bool,
 ) -> NodePlan:
     """Raises `ConfigError` for a layout that can't be, `ResourceError` when memory does not suffice."""
-    if config.cores_per_device > 1:
-        raise ConfigError("--cores-per-device above 1 is not built yet")
     devices = config.devices or max(1, len(cores) // config.cores_per_device)
     degrees = legal_degrees(facts, config.numerics, devices=devices, communicators=communicators)
     try:

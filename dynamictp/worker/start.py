@@ -33,7 +33,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     devices: int
     incarnation: int
     cores: tuple[int, ...]
-    """Cores that the worker's computing thread is bound to; empty leaves it free."""
+    """Cores that the worker's computing threads are bound to, one each; empty leaves them free."""
     max_tokens: int
     """Most tokens of one step."""
     max_rows: int
@@ -45,6 +45,8 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """Polls of a barrier before it yields."""
     kernel_level: str = ""
     """Level of the native kernels, which read packed weights; empty for torch."""
+    threads: int = 1
+    """Threads that compute together inside a native step."""
 
 
 def communicator_bytes(devices: int) -> int:
