@@ -64,7 +64,7 @@ class WorkerCore:
         self._native: NativeModel | None = None
         if start.kernel_level:
             memory = (weights.numpy(), arena[:pages].numpy())
-            team = open_team(start.threads, _thread_cores(start), spin=start.spin)
+            team = open_team(start.threads, start.thread_cores, spin=start.spin)
             self._native = NativeModel(
                 start.facts, start.index, *memory, spec, rope, start.kernel_level, team
             )
@@ -226,8 +226,3 @@ class WorkerCore:
 
     def _idle(self, plan: int) -> None:
         self._control.set_progress(self._start.device, plan, self._start.facts.layers, WorkerState.IDLE)
-
-
-def _thread_cores(start: WorkerStart) -> tuple[int, ...]:
-    """A core for each thread; none where there are fewer cores."""
-    return start.cores if len(start.cores) >= start.threads else ()

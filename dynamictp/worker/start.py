@@ -48,6 +48,11 @@ class WorkerStart(msgspec.Struct, frozen=True):
     threads: int = 1
     """Threads that compute together inside a native step."""
 
+    @property
+    def thread_cores(self) -> tuple[int, ...]:
+        """A core for each of several threads; none when they are not that many, so that all share them."""
+        return self.cores if 1 < self.threads <= len(self.cores) else ()
+
 
 def communicator_bytes(devices: int) -> int:
     """Bytes of a slot's communicator region, for any degree up to `devices`. 0 without the extension."""
