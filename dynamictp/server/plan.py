@@ -59,7 +59,8 @@ def plan_node(
     try:
         layout = check_layout(config.layout, degrees, devices, config.model_name)
     except LayoutRefused as error:
-        raise ConfigError(f"--layout {error.message}") from error
+        reason = "" if communicators else "; without the native extension only tp1 shapes are legal"
+        raise ConfigError(f"--layout {error.message}{reason}") from error
     spec = KVSpec.of(facts, config.page_tokens, config.dtype)
     kv_bytes, arena_pages = _arena(config, spec, weight_bytes, devices, available_bytes)
     context = min(config.max_model_len or facts.max_context, facts.max_context)
