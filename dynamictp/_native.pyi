@@ -163,7 +163,13 @@ class Step:
         """Of batch rows int64 [count] of the last run, into the exchange; their arg-max int64 [count]."""
 
     def take_wait_ns(self) -> int:
-        """Time spent waiting for peers since the last call."""
+        """Time spent at barriers since the last call."""
+
+    def take_weights_ns(self) -> int:
+        """Time spent in matrices since the last call."""
+
+    def take_attention_ns(self) -> int:
+        """Time spent in attention since the last call."""
 
     @property
     def logits_address(self) -> int: ...

@@ -10,11 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from dynamictp.facts import PANEL_ROWS, ModelFacts
 
 Numerics = Literal["exact", "fast"]
+
+
+class HeadCounts(Protocol):
+    """The part of a model's facts that decides how heads are cut."""
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def group(self) -> int: ...
+
+
+class Sizes(HeadCounts, Protocol):
+    """The part of a model's facts that decides which degrees are legal."""
+
+    @property
+    def query_heads(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def intermediate(self) -> int: ...
+
+    @property
+    def vocab(self) -> int: ...
 
 
 @dataclass(frozen=True, order=True)
@@ -79,7 +105,7 @@ class HeadRanges:
     kv: Range
 
 
-def head_ranges(facts: ModelFacts, tp: int, rank: int) -> HeadRanges:
+def head_ranges(facts: HeadCounts, tp: int, rank: int) -> HeadRanges:
     """Heads of `rank` of `tp` when every rank has its own memory (design 3).
 
     Up to as many ranks as KV heads, a rank has whole KV heads with all their query heads. Beyond that it
@@ -97,7 +123,7 @@ def head_ranges(facts: ModelFacts, tp: int, rank: int) -> HeadRanges:
 
 
 def legal_degrees(
-    facts: ModelFacts, numerics: Numerics = "exact", *, devices: int, communicators: bool = True
+    facts: Sizes, numerics: Numerics = "exact", *, devices: int, communicators: bool = True
 ) -> tuple[int, ...]:
     """Degrees at which every rank has work, up to `devices`. Without communicators only 1.
 

@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '[env] %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
+trap 'say interrupted; exit 130' INT
 
 find_python() {
     local candidate

@@ -255,7 +255,8 @@ GOLDEN: dict[str, str] = {
     "SwitchStatus": "switch_id from_layout to_layout phase outcome phases_ms handovers recomputes "
     "weight_bytes_copied reason error",
     "Snapshot": "time_s layout waiting running rows_used domains devices pages_free pages_cached pages_total "
-    "prefix_hits prefix_queries preemptions max_model_len step_engine_us",
+    "prefix_hits prefix_queries preemptions max_model_len step_engine_us steps",
+    "StepTotals": "tp phase steps seconds weights_s attention_s wait_s host_s",
     "WorkerLost": "device incarnation reason",
     "CommHandle": "id slot",
     "OpenDomain": "epoch model tp rank members comm control_slot pp",
@@ -270,7 +271,7 @@ GOLDEN: dict[str, str] = {
     "DomainClosed": "epoch rank",
     "RowToken": "row index token logprobs",
     "RowPromptLogprobs": "row start entries",
-    "StepResult": "epoch step tokens seconds wait_s prompts",
+    "StepResult": "epoch step tokens seconds wait_s prompts weights_s attention_s gap_s",
     "DomainBroken": "epoch rank step culprit error",
     "ArenaFacts": "pages page_tokens dtype",
     "EngineStart": "facts arena devices layout legal_degrees model mode max_model_len max_num_seqs "

@@ -308,6 +308,8 @@ void bind_kernels(nb::module_& module) {
         .def("run", &BoundStep::run, "tokens"_a, "starts"_a, "counts"_a, "tables"_a)
         .def("logits", &BoundStep::logits, "tokens"_a, "count"_a, "arg_max"_a)
         .def("take_wait_ns", [](BoundStep& self) { return self.step().take_wait_ns(); })
+        .def("take_weights_ns", [](BoundStep& self) { return self.step().take_weights_ns(); })
+        .def("take_attention_ns", [](BoundStep& self) { return self.step().take_attention_ns(); })
         .def_prop_ro("logits_address",
                      [](BoundStep& self) { return reinterpret_cast<Address>(self.step().logits_data()); })
         .def_prop_ro("tokens_address",

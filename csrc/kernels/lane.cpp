@@ -5,6 +5,8 @@
 #include <limits>
 #include <utility>
 
+#include "shm/futex.hpp"
+
 namespace dynamictp::kernels {
 
 namespace {
@@ -25,6 +27,19 @@ Range part_of(const Range& range, std::size_t index, std::size_t parts) noexcept
     const auto cut = [&](std::size_t i) { return range.start + (i * range.size() + parts - 1) / parts; };
     return {cut(index), cut(index + 1)};
 }
+
+// Adds the time from here to the end of the block.
+class Timed {
+public:
+    explicit Timed(std::int64_t& sum_ns) noexcept : sum_ns_(sum_ns), began_ns_(shm::now_ns()) {}
+    ~Timed() { sum_ns_ += shm::now_ns() - began_ns_; }
+    Timed(const Timed&) = delete;
+    Timed& operator=(const Timed&) = delete;
+
+private:
+    std::int64_t& sum_ns_;
+    std::int64_t began_ns_;
+};
 
 }  // namespace
 
@@ -142,6 +157,7 @@ void Lane::for_digits(const std::byte* x, std::size_t x_stride, std::size_t coun
 
 void Lane::multiply(const Panels& weights, const std::byte* x, std::size_t x_stride, std::size_t count, float* y,
                     std::size_t y_stride) {
+    const Timed timed(weights_ns_);
     if (common_.shape.weights == WeightType::plain) {
         return common_.kernels.linear(weights, {x, x_stride, count}, y, y_stride);
     }
@@ -151,6 +167,7 @@ void Lane::multiply(const Panels& weights, const std::byte* x, std::size_t x_str
 }
 
 void Lane::gate(const LayerWeights& layer, std::size_t count) {
+    const Timed timed(weights_ns_);
     const Exchange::Buffer& mlp = common_.exchange.mlp;
     const std::size_t column = cut_.mlp.start * panel_rows;
     if (common_.shape.weights == WeightType::plain) {
@@ -233,6 +250,7 @@ void Lane::store_heads(const LayerWeights& layer, std::size_t number, const Batc
 }
 
 void Lane::attend(std::size_t number, const Batch& batch) {
+    const Timed timed(attention_ns_);
     const PagePlanes pages = planes(number);
     for (std::size_t i = 0; i < segments_.size(); ++i) {
         attend_segment(pages, segments_[i], i + 1 < segments_.size() ? &segments_[i + 1] : nullptr, batch);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernels.hpp"
@@ -153,6 +154,9 @@ public:
     // Logits of the given tokens of the last batch, by this lane's rows of the vocabulary, and the best of each.
     void logits(const std::int64_t* tokens, std::size_t count);
     const Best& best(std::size_t row) const noexcept { return best_[row]; }
+    // Time since the last call of the same function.
+    std::int64_t take_weights_ns() noexcept { return std::exchange(weights_ns_, 0); }
+    std::int64_t take_attention_ns() noexcept { return std::exchange(attention_ns_, 0); }
 
 private:
     void embed(const Batch& batch);
@@ -190,6 +194,7 @@ private:
     std::vector<Segment> segments_;
     std::vector<float> row_;  // [hidden]
     std::vector<Best> best_;  // [rows]
+    std::int64_t weights_ns_ = 0, attention_ns_ = 0;
 };
 
 }  // namespace dynamictp::kernels

@@ -115,8 +115,15 @@ void Step::on_all_lanes(const Call& call) {
 }
 
 void Step::meet(std::size_t thread) {
-    if (company_.team == nullptr) return meet_peers();
-    company_.team->meet(thread, [this] { meet_peers(); });
+    if (thread != 0) return company_.team->meet(thread, [] {});
+    if (company_.team == nullptr && company_.peers == nullptr) return publish_best();
+    const std::int64_t begin = shm::now_ns();
+    if (company_.team == nullptr) {
+        meet_peers();
+    } else {
+        company_.team->meet(0, [this] { meet_peers(); });
+    }
+    wait_ns_ += shm::now_ns() - begin;
 }
 
 void Step::begin_layer(std::size_t thread, std::size_t layer) {
@@ -126,22 +133,20 @@ void Step::begin_layer(std::size_t thread, std::size_t layer) {
 
 // By thread 0, when every lane of this rank has arrived.
 void Step::meet_peers() {
-    publish_best(std::exchange(best_count_, 0));
-    if (company_.peers == nullptr || company_.peers->arrive()) return;
-    const std::int64_t begin = shm::now_ns();
-    company_.peers->wait();
-    wait_ns_ += shm::now_ns() - begin;
+    publish_best();
+    if (company_.peers != nullptr && !company_.peers->arrive()) company_.peers->wait();
 }
 
 // The best logits of this rank. Lanes hold growing ranges of the vocabulary, so of equal ones the first is the lowest token.
-void Step::publish_best(std::size_t count) {
-    for (std::size_t r = 0; r < count; ++r) {
+void Step::publish_best() {
+    for (std::size_t r = 0; r < best_count_; ++r) {
         Best found = lanes_.front().best(r);
         for (const Lane& lane : lanes_) {
             if (lane.best(r).value > found.value) found = lane.best(r);
         }
         best_of(rank_)[r] = found;
     }
+    best_count_ = 0;
 }
 
 }  // namespace dynamictp::kernels

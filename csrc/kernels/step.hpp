@@ -49,8 +49,11 @@ public:
     // int64 [rows] that the step leaves alone: for the tokens that the ranks sample from the logits.
     const std::byte* tokens_data() const noexcept { return common_.shared + common_.exchange.tokens.offset; }
     std::size_t logits_stride() const noexcept { return common_.exchange.logits.stride; }
-    // Time spent waiting for peers since the last call of this function.
+    // Time the calling thread spent since the last call of the same function: at barriers, in matrices, in attention. What
+    // is left of a step is norms, rotary and page writes, and the embedding.
     std::int64_t take_wait_ns() noexcept;
+    std::int64_t take_weights_ns() noexcept { return lanes_.front().take_weights_ns(); }
+    std::int64_t take_attention_ns() noexcept { return lanes_.front().take_attention_ns(); }
 
 private:
     void check(const Batch& batch) const;
@@ -59,7 +62,7 @@ private:
     void meet(std::size_t thread) override;
     void begin_layer(std::size_t thread, std::size_t layer) override;
     void meet_peers();
-    void publish_best(std::size_t count);
+    void publish_best();
     Best* best_of(std::size_t rank) const noexcept {
         return reinterpret_cast<Best*>(common_.shared + common_.exchange.best.offset) + rank * common_.limits.rows;
     }

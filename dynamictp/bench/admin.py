@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -69,6 +69,10 @@ class Admin:
         """Token ids of `text`, no special tokens added."""
         body = {"prompt": text, "add_special_tokens": False}
         return tuple((await self._call("POST", "/tokenize", body))["tokens"])
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+        return str((await self._call("POST", "/detokenize", {"tokens": list(ids)}))["prompt"])
 
     async def layout(self) -> LayoutView:
         view = await self._call("GET", "/admin/layout")

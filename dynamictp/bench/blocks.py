@@ -13,19 +13,26 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from dynamictp.bench.admin import Admin, Switch
-from dynamictp.bench.client import Client, run_lowered, run_schedule
+from dynamictp.bench.client import Client, run_lowered
+from dynamictp.bench.decode_split import DecodeSplit, decode_split, engine_us, settled_metrics
 from dynamictp.bench.machine import MemoryState
+from dynamictp.bench.player import run_schedule
 from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
 from dynamictp.bench.result import Result
-from dynamictp.bench.schedule import Request, poisson_arrivals, together
+from dynamictp.bench.rival import Rival
+from dynamictp.bench.schedule import Request, together
 from dynamictp.bench.stats import GapVerdict, Quantiles, judge_gaps, longest_gap, quantiles, summarise
 from dynamictp.bench.switching import play_switches
+from dynamictp.bench.workload import arrivals
 from dynamictp.clock import SystemClock
 from dynamictp.errors import FatalError
 
 T = TypeVar("T")
 
 LAYOUTS = ("tp1", "tp2")
+DEGREES = {"tp1": 1, "tp2": 2}
+OTHER = "other"
+"""In place of a layout: the server to compare with."""
 SWITCH_CYCLE = ("tp2", "tp1+tp1", "tp2", "tp1")
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
@@ -57,7 +64,8 @@ class DecodePoint:
     """`streams` at once, 64 tokens in and 64 out; medians over rounds.
 
     `tokens_per_s` counts output tokens from the first request sent to the last token, prefill
-    included; `tpot_ms` is after each stream's first token.
+    included; `tpot_ms` is after each stream's first token. `layout` is `other` for another server. `split` is
+    over all rounds; `engine_us` at the end of them.
     """
 
     layout: str
@@ -65,6 +73,8 @@ class DecodePoint:
     rounds: int
     tpot_ms: float
     tokens_per_s: float
+    split: DecodeSplit | None = None
+    engine_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ class Session:
     """One running server under measurement; owns the prompts' random generator.
 
     Each method plays its load on a thread of lower priority and returns when the server is idle.
+    Decode and prefill alternate with `rival` within each round, if there is one.
     Raises FatalError when a request fails where none may, or the server refuses a layout.
     """
 
@@ -124,36 +135,44 @@ class Session:
         self._clock = SystemClock()
         self._rng = np.random.default_rng(seed)
         self._timeout_s = timeout_s
+        self.rival: Rival | None = None
         self._model, self._ids = run_lowered(self._describe)
 
     async def _describe(self) -> tuple[str, tuple[int, ...]]:
         async with Admin(self._url) as admin:
             return await admin.served_model(), await admin.tokenize(LONG_TEXT)
 
+    def compare_with(self, url: str, model: str | None, api_key: str | None) -> None:
+        """From now on decode and prefill are played on the server at `url` too."""
+        trial = self._prompts(PROMPT_TOKENS, 1)[0]
+        self.rival = Rival(url, model, self._texts, trial=trial, api_key=api_key)
+
     def decode(self, streams: int, rounds: int) -> list[DecodePoint]:
         """TPOT and throughput of every layout, the layouts taking turns within a round."""
-        seen: dict[str, list[tuple[float, float]]] = {layout: [] for layout in LAYOUTS}
+        before = run_lowered(lambda: settled_metrics(self._url))
+        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in self._turns}
         for _ in range(rounds):
-            for layout in LAYOUTS:
-                prompts = self._prompts(PROMPT_TOKENS, streams)
-                results = self._play(layout, together(prompts, OUTPUT_TOKENS, _WHOLE))
-                summary = summarise(results)
+            for name in self._turns:
+                summary = summarise(self._take_turn(name, PROMPT_TOKENS, streams, OUTPUT_TOKENS))
                 if summary.tpot is None:
                     raise FatalError("no stream had two tokens; is ignore_eos supported?")
-                seen[layout].append((summary.tpot.p50 * 1e3, summary.tokens_per_s))
-        return [
-            DecodePoint(layout, streams, rounds, *(float(v) for v in np.median(values, axis=0)))
-            for layout, values in seen.items()
-        ]
+                seen[name].append((summary.tpot.p50 * 1e3, summary.tokens_per_s))
+        after = run_lowered(lambda: settled_metrics(self._url))
+        points = []
+        for name, values in seen.items():
+            tpot_ms, tokens_per_s = (float(v) for v in np.median(values, axis=0))
+            split = decode_split(before, after, DEGREES[name]) if name != OTHER else None
+            engine = engine_us(after) if name != OTHER else None
+            points.append(DecodePoint(name, streams, rounds, tpot_ms, tokens_per_s, split, engine))
+        return points
 
     def prefill(self, rounds: int) -> list[PrefillPoint]:
         """TTFT of long prompts, one after another, the layouts taking turns."""
-        seen: dict[str, list[float | None]] = {layout: [] for layout in LAYOUTS}
+        seen: dict[str, list[float | None]] = {name: [] for name in self._turns}
         for _ in range(rounds):
-            for layout in LAYOUTS:
-                request = Request(0.0, self._prompts(PREFILL_TOKENS, 1)[0], 1, extra=_WHOLE)
-                (result,) = self._play(layout, [request])
-                seen[layout].append(None if result.ttft_s is None else result.ttft_s * 1e3)
+            for name in self._turns:
+                (result,) = self._take_turn(name, PREFILL_TOKENS, 1, 1)
+                seen[name].append(None if result.ttft_s is None else result.ttft_s * 1e3)
         points = []
         for layout, values in seen.items():
             ttft_ms = quantiles(values)
@@ -165,11 +184,12 @@ class Session:
     def switches(self, count: int, seed: int = 0) -> SwitchFigures:
         """The same schedule without a switch on each layout, then with `count` switches."""
         duration_s = SWITCH_EVERY_S * (count + 1)
-        arrivals = poisson_arrivals(SWITCH_LOAD_PER_S, duration_s, seed)
-        prompts = [self._prompts(PROMPT_TOKENS, 1)[0] for _ in arrivals]
+        rate = arrivals.constant_rate(SWITCH_LOAD_PER_S, duration_s)
+        times = arrivals.draw(rate, 1.0, np.random.default_rng(seed))
+        prompts = [self._prompts(PROMPT_TOKENS, 1)[0] for _ in times]
         schedule = [
             Request(at_s, prompt, SWITCH_OUTPUT_TOKENS, name=f"load-{i}", extra=_WHOLE)
-            for i, (at_s, prompt) in enumerate(zip(arrivals, prompts, strict=True))
+            for i, (at_s, prompt) in enumerate(zip(times, prompts, strict=True))
         ]
         without = {layout: longest_gap(self._play(layout, schedule)) or 0.0 for layout in LAYOUTS}
         layouts = [SWITCH_CYCLE[i % len(SWITCH_CYCLE)] for i in range(count)]
@@ -184,6 +204,24 @@ class Session:
             times_s = [SWITCH_EVERY_S * (i + 1) for i in range(len(layouts))]
             changes = list(zip(times_s, layouts, strict=True))
             return await play_switches(self._client(), admin, schedule, changes, self._clock)
+
+    @property
+    def _turns(self) -> tuple[str, ...]:
+        return LAYOUTS if self.rival is None else (*LAYOUTS, OTHER)
+
+    def _take_turn(self, name: str, prompt_tokens: int, streams: int, max_tokens: int) -> list[Result]:
+        prompts = self._prompts(prompt_tokens, streams)
+        if name == OTHER:
+            assert self.rival is not None
+            return self.rival.play(prompts, max_tokens)
+        return self._play(name, together(prompts, max_tokens, _WHOLE))
+
+    def _texts(self, prompts: Sequence[tuple[int, ...]]) -> list[str]:
+        async def main() -> list[str]:
+            async with Admin(self._url) as admin:
+                return [await admin.detokenize(prompt) for prompt in prompts]
+
+        return run_lowered(main)
 
     def _play(self, layout: str, schedule: Sequence[Request]) -> list[Result]:
         async def main() -> list[Result]:

@@ -8,9 +8,10 @@ A request that goes wrong is a Result with a `failure`, never an exception: a sc
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -50,7 +51,6 @@ class Reader:
         self._usage: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
         self._report: Mapping[str, object] | None = None
-        self._done = False
 
     def on_head(self, head: Head) -> None:
         self._head = head
@@ -64,7 +64,6 @@ class Reader:
 
     def _on_event(self, data: bytes, at_s: float) -> None:
         if data == b"[DONE]":
-            self._done = True
             return
         try:
             event = msgspec.json.decode(data)
@@ -80,7 +79,7 @@ class Reader:
         self._usage = event.get("usage") or self._usage
         self._report = event.get("dynamictp", self._report)
         for choice in event.get("choices", ()):
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            text = choice.get("text") or _delta_text(choice.get("delta") or {})
             ids = choice.get("token_ids") or ()
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             if not text and not ids:
@@ -101,15 +100,24 @@ class Reader:
         assert self._head is not None
         if self._head.status >= 400:
             self._fail(FailureKind.REFUSED, _error_text(self._error_body), self._head.status)
-        elif not self._done:
-            self._fail(FailureKind.TRUNCATED, "the stream ended without [DONE]")
         elif self._finish_reason is None:
+            # [DONE] isn't asked for: some servers never send it, and the finish reason says all it says.
             self._fail(FailureKind.TRUNCATED, "the stream ended without a finish reason")
-        elif self._finish_reason == "length" and self._token_ids:
+        elif not self._token_ids:
+            self._spread_tokens()
+        elif self._finish_reason == "length":
             used = self._usage.get("completion_tokens", len(self._token_ids))
             if used != len(self._token_ids):
                 message = f"{len(self._token_ids)} token ids streamed, usage says {used}"
                 self._fail(FailureKind.PROTOCOL, message)
+
+    def _spread_tokens(self) -> None:
+        """Where only the usage knows how many tokens came, its surplus over one a chunk goes to the longest
+        texts. One token more may be the end of the sequence, which has no text.
+        """
+        surplus = self._usage.get("completion_tokens", 0) - sum(self._chunk_tokens)
+        if surplus > 1 and all(tokens == 1 for tokens in self._chunk_tokens):
+            self._chunk_tokens = apportion(self._usage["completion_tokens"], [len(t) for t in self._text])
 
     def on_broken(self, kind: FailureKind, message: str) -> None:
         """The exchange ended early."""
@@ -139,7 +147,10 @@ class Reader:
 
 
 class Client:
-    """Sends requests to one server. Holds no connection and no state between requests."""
+    """Sends requests to one server. Holds no connection and no state between requests.
+
+    Every request has its own connection, so its connect time (and TLS handshake) is in its latencies.
+    """
 
     def __init__(
         self,
@@ -149,29 +160,43 @@ class Client:
         clock: Clock | None = None,
         api_key: str | None = None,
         timeout_s: float = 120.0,
+        tenant_keys: Mapping[str, str] | None = None,
+        cut_s: float | None = None,
         return_token_ids: bool = False,
     ) -> None:
-        """`timeout_s` bounds one request from sent to end. Raises ValueError for a bad `url`."""
+        """`timeout_s` bounds one request from sent to end. At `cut_s` of the clock the run is over and what
+        still runs is cut. A tenant's requests carry its key of `tenant_keys`, else `api_key`.
+
+        Raises ValueError for a bad `url`.
+        """
         self._origin = Origin.parse(url)
         self._model = model
         self._clock = clock or SystemClock()
-        self._headers = {"accept": "text/event-stream"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self._headers = _headers(api_key)
+        self._tenant_headers = {name: _headers(key) for name, key in (tenant_keys or {}).items()}
         self._timeout_s = timeout_s
+        self._cut_s = cut_s
         self._return_token_ids = return_token_ids
 
     async def send(self, request: Request, intended_s: float) -> Result:
         """Streams one request to its end; failures and time-outs are in the result."""
         body = msgspec.json.encode(request.body(self._model, return_token_ids=self._return_token_ids))
-        payload = self._origin.post(_PATHS[request.endpoint], self._headers, body)
-        reader = Reader(request, intended_s, self._clock.now())
+        headers = self._tenant_headers.get(request.tenant, self._headers)
+        payload = self._origin.post(_PATHS[request.endpoint], headers, body)
+        sent_s = self._clock.now()
+        reader = Reader(request, intended_s, sent_s)
+        left_s = math.inf if self._cut_s is None else self._cut_s - sent_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            if left_s <= 0:
+                raise TimeoutError
+            async with asyncio.timeout(min(self._timeout_s, left_s)):
                 await exchange(self._origin, payload, reader, self._clock)
             reader.on_end()
         except TimeoutError:
-            reader.on_broken(FailureKind.TIMEOUT, f"not finished within {self._timeout_s:g} s")
+            if left_s < self._timeout_s:
+                reader.on_broken(FailureKind.CUT, "still running at the end of the run")
+            else:
+                reader.on_broken(FailureKind.TIMEOUT, f"not finished within {self._timeout_s:g} s")
         except WireError as error:
             reader.on_broken(FailureKind.TRUNCATED, str(error))
         except OSError as error:
@@ -179,32 +204,16 @@ class Client:
         return reader.result(self._clock.now())
 
 
-async def run_schedule(
-    schedule: Iterable[Request],
-    sender: Sender,
-    clock: Clock,
+def run_lowered(
+    main: Callable[[], Coroutine[Any, Any, T]],
+    niceness: int = 10,
     *,
-    origin_s: float | None = None,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> list[Result]:
-    """Plays a schedule open loop: each request leaves when due, whatever the earlier ones do.
-
-    `origin_s` is the clock's time of the schedule's 0 (default: now). Results come back in the
-    order of their due times. Cancelling it cancels every request.
-    """
-    origin_s = clock.now() if origin_s is None else origin_s
-    tasks: list[asyncio.Task[Result]] = []
-    async with asyncio.TaskGroup() as group:
-        for request in sorted(schedule, key=lambda item: item.intended_s):
-            due_s = origin_s + request.intended_s
-            while (wait_s := due_s - clock.now()) > 0:
-                await sleep(wait_s)
-            tasks.append(group.create_task(sender.send(request, due_s)))
-    return [task.result() for task in tasks]
-
-
-def run_lowered(main: Callable[[], Coroutine[Any, Any, T]], niceness: int = 10) -> T:
+    meanwhile: Callable[[], None] = lambda: None,
+    every_s: float = 0.5,
+) -> T:
     """Runs `main()` on an event loop of a thread of lower priority, and returns its result.
+
+    The caller's thread calls `meanwhile` about every `every_s` until then (to paint, say).
 
     On Linux niceness belongs to the thread: the caller keeps its own, so that processes it starts
     later (servers, memory probes) don't inherit the client's. Interrupting the caller cancels `main`.
@@ -228,7 +237,9 @@ def run_lowered(main: Callable[[], Coroutine[Any, Any, T]], niceness: int = 10) 
     thread = threading.Thread(target=body, name="load-client", daemon=True)
     thread.start()
     try:
-        thread.join()
+        while thread.is_alive():
+            thread.join(every_s)
+            meanwhile()
     except KeyboardInterrupt:
         for loop, task in running:
             loop.call_soon_threadsafe(task.cancel)
@@ -237,6 +248,28 @@ def run_lowered(main: Callable[[], Coroutine[Any, Any, T]], niceness: int = 10) 
     if errors:
         raise errors[0]
     return outcome[0]
+
+
+def apportion(total: int, weights: Sequence[int]) -> list[int]:
+    """`total` tokens over chunks, at least one each, the rest by weight (largest remainders first)."""
+    weights = weights if any(weights) else [1] * len(weights)
+    rest, weight = total - len(weights), sum(weights)
+    shares = [rest * w / weight for w in weights]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(weights)), key=lambda i: counts[i] - shares[i])
+    for i in by_remainder[: rest - sum(counts)]:
+        counts[i] += 1
+    return [1 + count for count in counts]
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    key = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    return {"accept": "text/event-stream", **key}
+
+
+def _delta_text(delta: Mapping[str, Any]) -> str:
+    """Text of a chat chunk; servers of reasoning models stream the thoughts under names of their own."""
+    return (delta.get("content") or "") + (delta.get("reasoning_content") or delta.get("reasoning") or "")
 
 
 def _error_message(error: object) -> str:

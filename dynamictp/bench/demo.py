@@ -28,9 +28,10 @@ from dynamictp.bench.client import Client, Sender
 from dynamictp.bench.demo_report import Play, as_json, render
 from dynamictp.bench.prompts import QUESTIONS
 from dynamictp.bench.result import Result
-from dynamictp.bench.schedule import Bursts, Request, burst_arrivals
+from dynamictp.bench.schedule import Request
 from dynamictp.bench.server import ServerProcess, interrupts_deferred, serve_command
 from dynamictp.bench.switching import LayoutSetter, play_switches
+from dynamictp.bench.workload import arrivals
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.errors import FatalError
 
@@ -52,10 +53,16 @@ class Options:
 def build_schedule(seconds: float, seed: int) -> list[Request]:
     """Chat requests of 20 to 60 tokens, in bursts placed so that each change of layout meets one."""
     stage_s = seconds / len(LAYOUTS)
-    bursts = Bursts(
-        base_per_s=0.8, burst_per_s=4.0, period_s=stage_s / 2, burst_s=0.2 * stage_s, offset_s=-0.1 * stage_s
+    rates = arrivals.on_off(
+        base_per_s=0.8,
+        burst_per_s=4.0,
+        period_s=stage_s / 2,
+        burst_s=0.2 * stage_s,
+        duration_s=seconds,
+        offset_s=-0.1 * stage_s,
     )
     rng = np.random.default_rng(seed)
+    times = arrivals.draw(rates, 1.0, rng)
     return [
         Request(
             intended_s=at_s,
@@ -66,7 +73,7 @@ def build_schedule(seconds: float, seed: int) -> list[Request]:
             temperature=0.7,
             seed=int(rng.integers(2**31)),
         )
-        for i, at_s in enumerate(burst_arrivals(bursts, seconds, seed))
+        for i, at_s in enumerate(times)
     ]
 
 

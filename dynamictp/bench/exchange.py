@@ -1,4 +1,4 @@
-"""One HTTP/1.1 POST on its own connection, every arrival stamped as the event loop sees it."""
+"""One HTTP/1.1 request on its own connection, every arrival stamped as the event loop sees it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ class Origin:
 
     def post(self, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
         """The request's bytes. The connection closes after the response."""
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        return self._request("POST", path, {**length, **headers}) + body
+
+    def get(self, path: str, headers: Mapping[str, str]) -> bytes:
+        """The bytes of a request without a body."""
+        return self._request("GET", path, headers)
+
+    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
-            f"POST {self.base_path}{path} HTTP/1.1",
+            f"{method} {self.base_path}{path} HTTP/1.1",
             f"host: {host}:{self.port}",
             "connection: close",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
             *(f"{name}: {value}" for name, value in headers.items()),
         ]
-        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
 
 
 class Receiver(Protocol):

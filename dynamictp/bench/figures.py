@@ -1,16 +1,19 @@
 """`scripts/bench`: measures the figures the documentation quotes, with the machine's state beside each.
 
-Starts its own servers of the embedded model. Exit code 0 when every request was served and every
-switch kept the gap criterion, 1 otherwise, 130 when interrupted.
+Starts its own servers of the embedded model. With --compare the decode and prefill loads are played on
+another OpenAI-compatible server too, turn by turn (its key is taken from the variable OPENAI_API_KEY).
+Exit code 0 when every request was served, every switch kept the gap criterion and the load client its
+accuracy, 1 otherwise, 130 when interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +21,21 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from dynamictp import native
+from dynamictp.bench.accuracy import measure_client
 from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, Session, SwitchFigures, guarded
-from dynamictp.bench.figures_report import Figures, as_json, render
-from dynamictp.bench.machine import describe_machine, probe_memory
+from dynamictp.bench.figures_record import Figures, as_json, read_json
+from dynamictp.bench.figures_report import markdown, render
+from dynamictp.bench.kernel_figures import QUICK_RUNS, RUNS, measure_kernels
+from dynamictp.bench.machine import describe_build, describe_machine, probe_memory
+from dynamictp.bench.roofline import served_bytes
 from dynamictp.bench.server import ServerProcess, interrupts_deferred, serve_command
 from dynamictp.bench.stats import Quantiles, quantiles
-from dynamictp.errors import FatalError
+from dynamictp.errors import ConfigError, FatalError, ModelRefused
 
-PARTS = ("start", "decode", "prefill", "switch")
+PARTS = ("kernels", "client", "start", "decode", "prefill", "switch")
+_WITHOUT_SERVER = {"kernels", "client", "start"}
+_MODEL = "demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +47,11 @@ class Plan:
     prefill_rounds: int
     switches: int
     starts: int
+    kernel_runs: tuple[tuple[str, ...], ...] = RUNS
 
 
 FULL = Plan(streams=(1, 4, 16, 32), decode_rounds=3, prefill_rounds=5, switches=12, starts=3)
-QUICK = Plan(streams=(1, 4, 16, 32), decode_rounds=1, prefill_rounds=2, switches=4, starts=1)
+QUICK = Plan((1, 4, 16, 32), decode_rounds=1, prefill_rounds=2, switches=4, starts=1, kernel_runs=QUICK_RUNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,9 @@ class Options:
     parts: tuple[str, ...]
     json_path: Path | None
     serve_flags: tuple[str, ...]
+    compare_url: str | None = None
+    compare_model: str | None = None
+    markdown_path: Path | None = None
 
 
 def with_server(options: Options, console: Console, use: Callable[[ServerProcess, str], None]) -> None:
@@ -57,7 +71,7 @@ def with_server(options: Options, console: Console, use: Callable[[ServerProcess
     try:
         with interrupts_deferred():
             server = ServerProcess(
-                [*serve_command("tp1"), *options.serve_flags],
+                [*serve_command("tp1", model=_MODEL), *options.serve_flags],
                 on_line=lambda line: console.print(Text(f"  {line}", style="dim")),
             )
         use(server, server.wait_ready())
@@ -80,6 +94,10 @@ def measure_served(options: Options, console: Console, url: str) -> Figures:
     """Every block that runs on one server."""
     plan = options.plan
     session = Session(url)
+    if options.compare_url is not None:
+        session.compare_with(
+            options.compare_url, options.compare_model, os.environ.get("OPENAI_API_KEY") or None
+        )
     decode: list[Block[list[DecodePoint]]] = []
     prefill: Block[list[PrefillPoint]] | None = None
     switch: Block[SwitchFigures] | None = None
@@ -95,13 +113,23 @@ def measure_served(options: Options, console: Console, url: str) -> Figures:
     if "switch" in options.parts:
         console.print(f"{plan.switches} switches under load")
         switch = guarded("switches", lambda: session.switches(plan.switches), probe_memory)
-    return Figures(describe_machine(), None, tuple(decode), prefill, switch)
+    rival = None if session.rival is None else session.rival.facts
+    read = served_bytes(_MODEL, options.serve_flags) if decode else None
+    return replace(nothing(options), decode=tuple(decode), prefill=prefill, switch=switch,
+                   bytes_read=read, rival=rival)  # fmt: skip
+
+
+def nothing(options: Options) -> Figures:
+    """Figures before any is measured."""
+    return Figures(
+        describe_machine(), None, (), None, None, build=describe_build(), flags=options.serve_flags
+    )
 
 
 def measure(options: Options, console: Console) -> Figures:
     """Everything asked for."""
-    figures = Figures(describe_machine(), None, (), None, None)
-    if set(options.parts) - {"start"}:
+    figures = nothing(options)
+    if set(options.parts) - _WITHOUT_SERVER:
         served: list[Figures] = []
         with_server(
             options, console, lambda _server, url: served.append(measure_served(options, console, url))
@@ -110,7 +138,17 @@ def measure(options: Options, console: Console) -> Figures:
     if "start" in options.parts:
         console.print(f"{options.plan.starts} starts")
         starts = guarded("start", lambda: measure_starts(options, console), probe_memory)
-        figures = figures.with_start(starts)
+        figures = replace(figures, start_s=starts)
+    if "client" in options.parts:
+        console.print("accuracy of the load client")
+        figures = replace(figures, client=guarded("client", measure_client, probe_memory))
+    if "kernels" in options.parts:
+        if native.load() is None:
+            console.print("no kernels by themselves: the native extension is not built")
+        else:
+            console.print("the kernels by themselves")
+            kernels = partial(measure_kernels, options.plan.kernel_runs)
+            figures = replace(figures, kernels=guarded("kernels", kernels, probe_memory))
     return figures
 
 
@@ -122,6 +160,14 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         "--only", default=",".join(PARTS), help=f"comma-separated parts of {', '.join(PARTS)}"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--compare", metavar="URL", help="another server to play decode and prefill on")
+    parser.add_argument("--compare-model", metavar="NAME", help="its model; the first it lists by default")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="print a --json file as Markdown tables; measure nothing",
+    )
     parser.add_argument("serve_flags", nargs="*", help="after --: further flags of the server")
     arguments = parser.parse_args(argv)
     parts = tuple(arguments.only.split(","))
@@ -132,12 +178,26 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         parts=parts,
         json_path=arguments.json,
         serve_flags=tuple(arguments.serve_flags),
+        compare_url=arguments.compare,
+        compare_model=arguments.compare_model,
+        markdown_path=arguments.markdown,
     )
+
+
+def print_markdown(path: Path) -> int:
+    try:
+        sys.stdout.write(markdown(read_json(path.read_bytes())))
+    except (OSError, ConfigError) as error:
+        Console(stderr=True).print(Text(f"bench: {error}", style="red"))
+        return 1
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     console = Console()
+    if options.markdown_path is not None:
+        return print_markdown(options.markdown_path)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
@@ -145,14 +205,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
-    except FatalError as error:
+    except (FatalError, ModelRefused) as error:
         Console(stderr=True).print(Text(f"bench: {error}", style="red"))
         return 1
     console.print(render(figures))
     if options.json_path is not None:
         encoded = msgspec.json.encode(as_json(figures))
         options.json_path.write_bytes(msgspec.json.format(encoded) + b"\n")
-    return 0 if figures.switch is None or figures.switch.figures.held else 1
+    held = [block.figures.held for block in (figures.switch, figures.client) if block is not None]
+    return 0 if all(held) else 1
 
 
 if __name__ == "__main__":

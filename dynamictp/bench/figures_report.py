@@ -1,20 +1,16 @@
-"""The figures as tables and as plain values. Pure."""
+"""The figures drawn: tables for the terminal, and Markdown for the documentation. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, SwitchFigures
-from dynamictp.bench.machine import Machine
-from dynamictp.bench.stats import Quantiles
+from dynamictp.bench.figures_record import Figures
+from dynamictp.bench.figures_sheets import Sheet, sheets, states
 
 NOTES = (
     "Through HTTP, from a client on the same machine at lower priority. TPOT: median over streams, then"
@@ -24,121 +20,64 @@ NOTES = (
 )
 
 
-# From here on other work on the machine is worth a word beside the figures.
-_BUSY_CORES = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Everything one run measured; None or empty where a part was not asked for."""
-
-    machine: Machine
-    start_s: Block[Quantiles] | None
-    decode: tuple[Block[list[DecodePoint]], ...]
-    prefill: Block[list[PrefillPoint]] | None
-    switch: Block[SwitchFigures] | None
-
-    def with_start(self, start_s: Block[Quantiles]) -> Figures:
-        return replace(self, start_s=start_s)
-
-
-def as_json(figures: Figures) -> Mapping[str, Any]:
-    """Plain values; the criterion's verdict and the state's name are spelled out."""
-    plain: dict[str, Any] = msgspec.to_builtins(figures)
-    blocks: list[tuple[Any, Block[Any]]] = list(zip(plain["decode"], figures.decode, strict=True))
-    for name, block in (
-        ("start_s", figures.start_s),
-        ("prefill", figures.prefill),
-        ("switch", figures.switch),
-    ):
-        if block is not None:
-            blocks.append((plain[name], block))
-    for target, block in blocks:
-        target["state_before"], target["state_after"] = block.before.name, block.after.name
-    if figures.switch is not None:
-        plain["switch"]["figures"]["held"] = figures.switch.figures.held
-    return plain
-
-
 def render(figures: Figures) -> RenderableType:
-    """The whole report."""
-    parts: list[RenderableType] = [Text(str(figures.machine))]
-    if figures.decode:
-        parts.append(_decode_table(figures.decode))
-    if figures.prefill is not None:
-        parts.append(_prefill_table(figures.prefill))
-    if figures.switch is not None:
-        parts += [_phase_table(figures.switch), _gap_table(figures.switch.figures)]
-    if figures.start_s is not None:
-        start = figures.start_s.figures
-        parts.append(Text(f"start to ready: {start.p50:.2f} s (median of {start.count})"))
+    """The whole report for a terminal."""
+    parts: list[RenderableType] = [Text(line) for line in headline(figures)]
+    for sheet in sheets(figures):
+        parts.append(_table(sheet))
+        parts += [Text(f"  {note}", style="dim") for note in sheet.notes]
+    if figures.kernels is not None:
+        parts.append(Text(f"\n{_kernels_title(figures)}", style="italic"))
+        parts += [Text(f"  {line}") for line in figures.kernels.figures.lines]
     return Group(*parts, *(Text(note, style="dim") for note in NOTES))
 
 
-def states(block: Block[Any]) -> str:
-    """The machine's state around a block, in a few characters."""
-    before, after = block.before, block.after
-    text = f"{before.name} {before.two_gbps:.0f}/{after.two_gbps:.0f} GB/s"
-    busy_cores = max(before.busy_cores, after.busy_cores)
-    if busy_cores >= _BUSY_CORES:
-        text += f", {busy_cores:.1f} cores busy"
-    return f"{text} (flipped to {after.name})" if block.flipped else text
+def markdown(figures: Figures) -> str:
+    """The same as a section of a Markdown page: what was measured where and when, then a table per sheet."""
+    parts = ["  \n".join(headline(figures))]
+    parts += [_markdown_sheet(sheet) for sheet in sheets(figures)]
+    if figures.kernels is not None:
+        lines = "\n".join(figures.kernels.figures.lines)
+        parts.append(f"### {_kernels_title(figures)}\n\n```\n{lines}\n```")
+    return "\n\n".join((*parts, *NOTES)) + "\n"
 
 
-def _table(title: str, left: str, right: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column(left)
-    for name in right:
-        table.add_column(name, justify="right")
+def headline(figures: Figures) -> Iterator[str]:
+    """Machine, build, flags, and the memory states that the blocks saw."""
+    yield str(figures.machine)
+    if figures.build is not None:
+        yield str(figures.build)
+    if figures.flags:
+        yield f"server flags: {' '.join(figures.flags)}"
+    blocks = [block for _, block in figures.blocks()]
+    names = sorted({state.name for block in blocks for state in (block.before, block.after)})
+    if names:
+        repeated = sum(block.repeated for block in blocks)
+        flips = f"; {repeated} repeated because it flipped" if repeated else ""
+        yield f"memory state: {' and '.join(names)}{flips}"
+
+
+def _kernels_title(figures: Figures) -> str:
+    assert figures.kernels is not None
+    return f"The kernels by themselves, in-process ({states(figures.kernels)})"
+
+
+def _table(sheet: Sheet) -> Table:
+    table = Table(title=sheet.title, title_justify="left", box=SIMPLE_HEAD)
+    first, *others = sheet.columns
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in sheet.rows:
+        table.add_row(*row)
     return table
 
 
-def _decode_table(blocks: Iterable[Block[list[DecodePoint]]]) -> Table:
-    columns = ("layout", "TPOT ms", "tokens/s", "against tp1", "memory before/after")
-    table = _table("Decode, 64 tokens in, 64 out", "streams", columns)
-    for block in blocks:
-        base = block.figures[0].tokens_per_s
-        for point in block.figures:
-            table.add_row(
-                str(point.streams),
-                point.layout,
-                f"{point.tpot_ms:.1f}",
-                f"{point.tokens_per_s:.0f}",
-                f"{point.tokens_per_s / base:.2f}×",
-                states(block),
-            )
-    return table
+def _markdown_sheet(sheet: Sheet) -> str:
+    rule = ["---", *("--:" for _ in sheet.columns[1:])]
+    lines = [f"### {sheet.title}", "", *map(_markdown_row, (sheet.columns, rule, *sheet.rows))]
+    return "\n".join(lines + [part for note in sheet.notes for part in ("", note)])
 
 
-def _prefill_table(block: Block[list[PrefillPoint]]) -> Table:
-    table = _table(
-        "Prefill of 1,000 tokens, TTFT ms", "layout", ("median", "max", "runs", "memory before/after")
-    )
-    for point in block.figures:
-        ttft = point.ttft_ms
-        table.add_row(point.layout, f"{ttft.p50:.0f}", f"{ttft.max:.0f}", str(ttft.count), states(block))
-    return table
-
-
-def _phase_table(block: Block[SwitchFigures]) -> Table:
-    figures = block.figures
-    title = f"{len(figures.switches)} switches under load, ms ({states(block)})"
-    table = _table(title, "phase", ("median", "max"))
-    for name, phase in figures.phases_ms.items():
-        table.add_row(name, f"{phase.p50:.1f}", f"{phase.max:.1f}")
-    table.add_row("request to closed (client)", f"{figures.total_ms.p50:.1f}", f"{figures.total_ms.max:.1f}")
-    return table
-
-
-def _gap_table(figures: SwitchFigures) -> Table:
-    table = _table("Longest gap in any stream, ms", "play", ("gap", "verdict"))
-    for layout, gap_s in figures.gap_without_s.items():
-        table.add_row(f"no switch, {layout}", f"{gap_s * 1e3:.0f}", "")
-    failed = f", {figures.failures} of {figures.requests} requests failed" if figures.failures else ""
-    verdict = "criterion held" if figures.held else f"criterion missed{failed}"
-    table.add_row("with switches", f"{figures.gap_with_s * 1e3:.0f}", verdict)
-    if figures.verdicts:
-        worst = max(figures.verdicts, key=lambda item: item.longest_s / item.limit_s)
-        limit = f"limit {worst.limit_s * 1e3:.0f}"
-        table.add_row("closest to its limit during a switch", f"{worst.longest_s * 1e3:.0f}", limit)
-    return table
+def _markdown_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 from dynamictp.errors import FatalError
@@ -44,6 +46,19 @@ class MemoryState:
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """What was measured and when: the day (UTC), the version, and the commit where there is one."""
+
+    date: str
+    version: str
+    commit: str = ""
+
+    def __str__(self) -> str:
+        commit = f", commit {self.commit}" if self.commit else ""
+        return f"{self.date}, version {self.version}{commit}"
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The processor and what of it this process may use."""
 
@@ -64,6 +79,26 @@ def describe_machine() -> Machine:
         memory_gb=pages * page_bytes / 1e9,
         kernel=platform.release(),
     )
+
+
+def describe_build() -> Build:
+    """A commit with changes on top of it ends in `+`; an installed package has none."""
+    return Build(datetime.now(UTC).date().isoformat(), metadata.version("dynamictp"), _commit())
+
+
+def _commit() -> str:
+    here = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run(
+            [*here, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changes = subprocess.run(
+            [*here, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
 def probe_memory(seconds: float = 1.0) -> MemoryState:

@@ -19,8 +19,9 @@ class FailureKind(StrEnum):
     CONNECTION = "connection"  # no connection, or lost
     TIMEOUT = "timeout"
     STREAM = "stream"  # an error event after the stream began
-    TRUNCATED = "truncated"  # ended without a finish reason or [DONE]
+    TRUNCATED = "truncated"  # ended without a finish reason
     PROTOCOL = "protocol"  # not the API's format, or counts that contradict each other
+    CUT = "cut"  # the run ended first: no verdict on the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,16 @@ class Result:
     domain: str | None = None
     tp: int | None = None
     report: Mapping[str, object] | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the run ended before the request did. Such requests are counted and otherwise left out."""
+        return self.failure is not None and self.failure.kind is FailureKind.CUT
+
+    @property
+    def dispatch_delay_s(self) -> float:
+        """How late this client was."""
+        return self.sent_s - self.intended_s
 
     @property
     def output_tokens(self) -> int:

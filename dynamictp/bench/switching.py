@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dynamictp.bench.admin import Switch
-from dynamictp.bench.client import Sender, run_schedule
+from dynamictp.bench.client import Sender
+from dynamictp.bench.player import run_schedule
 from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import Request
 from dynamictp.clock import Clock

@@ -7,7 +7,10 @@ import sys
 import click
 
 from dynamictp import __version__
+from dynamictp.cli.bench import bench
+from dynamictp.cli.calibrate import calibrate
 from dynamictp.cli.layout import layout
+from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
 from dynamictp.errors import DynamicTPError, FatalError
 
@@ -22,6 +25,9 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(layout)
+cli.add_command(plan)
+cli.add_command(calibrate)
+cli.add_command(bench)
 
 
 def main() -> None:

@@ -28,6 +28,9 @@ def show(url: str) -> None:
     """Print domains and devices as they are now."""
     state = _call("GET", url)
     console = Console()
+    if not state["domains"]:
+        console.print("the server is still loading its model")
+        return
     console.print(
         f"mode {state['mode']}  target {state['target']}  observed {state['observed']}"
         f"  waiting {state['waiting']}",

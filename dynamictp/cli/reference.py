@@ -1,4 +1,4 @@
-"""Reference pages made from the code: every command with its flags, every metric with its labels.
+"""Reference pages made from the code: commands with their flags, metrics, the deployment matrix.
 
 `python -m dynamictp.cli.reference [--check]` writes (or compares) the pages of `docs/`.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from dynamictp.advisor.matrix import matrix_page
 from dynamictp.cli import cli
 from dynamictp.server.metrics import Metrics
 
@@ -43,7 +44,12 @@ def metric_page() -> str:
     )
 
 
-PAGES = {"commands.md": command_page, "metrics.md": metric_page}
+def deployment_page() -> str:
+    """What the advisor recommends for usual models, machines and loads."""
+    return matrix_page(NOTE)
+
+
+PAGES = {"commands.md": command_page, "metrics.md": metric_page, "deployment-matrix.md": deployment_page}
 
 
 def _commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:

@@ -15,7 +15,7 @@ from dynamictp.engine.layouts import LayoutManager
 from dynamictp.engine.request import Detach, Request
 from dynamictp.engine.requests import RequestBook
 from dynamictp.engine.scheduler import Limits, Scheduler
-from dynamictp.engine.snapshot import StepCost, make_snapshot
+from dynamictp.engine.snapshot import StepCost, StepLedger, make_snapshot
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.turns import Turns
 from dynamictp.errors import ConfigError, LayoutRefused, ProtocolError
@@ -88,6 +88,7 @@ class EngineCore:
         if len(self.layouts.observed.domains) > start.comm_slots:
             raise ConfigError(f"layout {start.layout} needs more than {start.comm_slots} communicator slots")
         self._cost = StepCost()
+        self._ledger = StepLedger()
         self._ready = False
         self._next_snapshot_s = clock.now()
         self._stop_at: float | None = None
@@ -184,6 +185,7 @@ class EngineCore:
             prefix=(self._admission.hits, self._admission.queries),
             max_model_len=self.max_model_len,
             step_engine_us=self._cost.median_us,
+            steps=self._ledger.totals,
         )
 
     @property
@@ -241,6 +243,8 @@ class EngineCore:
         self.layouts.on_progress()
         self._turns.completed(domain, record, result.seconds)
         self.fleet.worked(domain, result.seconds)
+        self._ledger.add(domain, record, result)
+        domain.busy = bool(domain.in_flight)
         if record.alone:
             self._times.measured(domain.tp, record.decode_rows, record.prefill_tokens, result.seconds * 1e3)
         self._cost.step_took(perf_counter() - began)

@@ -71,6 +71,8 @@ class Domain:
     blocks: dict[Block, int] = field(default_factory=dict)
     """Distinct blocks its requests name, and by how many of them."""
     in_flight: deque[PlanRecord] = field(default_factory=deque)
+    busy: bool = False
+    """At its last result the next step was in flight already: what passes between the two is not idleness."""
     next_step: int = 0
     gone: list[int] = field(default_factory=list)
     """Rows the workers know that no request has any more."""

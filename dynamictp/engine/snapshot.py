@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
+from typing import Literal
 
 from dynamictp.engine.blocks import BlockPool
+from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.requests import RequestBook
-from dynamictp.messages import DeviceStatus, EngineStart, Snapshot
+from dynamictp.messages import DeviceStatus, EngineStart, Snapshot, StepResult, StepTotals
+
+Phase = Literal["decode", "prefill"]
 
 
 class StepCost:
@@ -33,6 +37,37 @@ class StepCost:
         return median(self._recent_us) if self._recent_us else 0.0
 
 
+class StepLedger:
+    """Where the time of steps went, by degree and phase."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[int, Phase], StepTotals] = {}
+
+    def add(self, domain: Domain, record: PlanRecord, result: StepResult) -> None:
+        """A step is complete; `domain.busy` still says how things were at the result before.
+
+        Beside another domain on the same devices a gap is mostly the other one's step: none of it counts.
+        """
+        phase: Phase = "prefill" if record.prefill_tokens else "decode"
+        tp = domain.tp
+        total = self._totals.get((tp, phase)) or StepTotals(tp, phase, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        host_s = result.gap_s if domain.busy and record.alone else 0.0
+        self._totals[tp, phase] = StepTotals(
+            tp,
+            phase,
+            total.steps + 1,
+            total.seconds + result.seconds,
+            total.weights_s + result.weights_s,
+            total.attention_s + result.attention_s,
+            total.wait_s + result.wait_s,
+            total.host_s + host_s,
+        )
+
+    @property
+    def totals(self) -> tuple[StepTotals, ...]:
+        return tuple(self._totals.values())
+
+
 def make_snapshot(
     start: EngineStart,
     fleet: Fleet,
@@ -43,6 +78,7 @@ def make_snapshot(
     prefix: tuple[int, int],
     max_model_len: int,
     step_engine_us: float,
+    steps: tuple[StepTotals, ...],
 ) -> Snapshot:
     """`prefix`: tokens found in the prefix cache, and tokens looked for."""
     pool = book.pool
@@ -64,6 +100,7 @@ def make_snapshot(
         preemptions=book.preemptions,
         max_model_len=max_model_len,
         step_engine_us=step_engine_us,
+        steps=steps,
     )
 
 

@@ -38,10 +38,17 @@ class Loaded(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Milliseconds: median step and the part of it that rank 0 waited for peers."""
+    """Milliseconds: median step, and medians of what rank 0 spent in matrices, in attention, at barriers."""
 
     step_ms: float
+    weights_ms: float
+    attention_ms: float
     wait_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"weights {self.weights_ms:.2f}, attention {self.attention_ms:.2f}, waiting {self.wait_ms:.2f} ms"
+        )
 
 
 def load(path: str, dtype: DType, level: str, tokens: int, weights_type: WeightType = "") -> Loaded:
@@ -80,18 +87,18 @@ def prefill(domain: NativeDomain, loaded: Loaded, tokens: int, chunk: int) -> Ti
     """A prompt of `tokens` tokens in chunks."""
     table = tables(loaded, 1)[0]
     prompt = np.random.default_rng(0).integers(0, loaded.model.facts.vocab, tokens)
-    total = np.zeros(2)
+    total = np.zeros(4)
     for start in range(0, tokens, chunk):
         part = Part(prompt[start : start + chunk], start, table)
         total += _timed(domain, [part], [len(part.tokens) - 1])
     return Timing(*total)
 
 
-def _timed(domain: NativeDomain, parts: Sequence[Part], rows: Sequence[int]) -> tuple[float, float]:
+def _timed(domain: NativeDomain, parts: Sequence[Part], rows: Sequence[int]) -> tuple[float, ...]:
     began = time.perf_counter()
     domain.compute(parts, rows)
     elapsed = time.perf_counter() - began
-    return elapsed * 1e3, domain.ranks[0].take_wait_s() * 1e3
+    return tuple(seconds * 1e3 for seconds in (elapsed, *domain.ranks[0].take_split()))
 
 
 @dataclass(frozen=True)
@@ -121,11 +128,11 @@ def measure(loaded: Loaded, tp: int, plan: Plan) -> Iterator[str]:
             timing = decode(domain, loaded, batch, plan.context, plan.steps)
             yield (
                 f"tp{tp} batch {batch:3d} context {plan.context}: {timing.step_ms:7.2f} ms "
-                f"({batch / timing.step_ms * 1e3:6.0f} tok/s, waiting {timing.wait_ms:.2f} ms)"
+                f"({batch / timing.step_ms * 1e3:6.0f} tok/s; {timing})"
             )
         if plan.prompt:
             timing = min(prefill(domain, loaded, plan.prompt, plan.chunk) for _ in range(3))
-            yield f"tp{tp} prefill {plan.prompt}: {timing.step_ms:.0f} ms (waiting {timing.wait_ms:.0f} ms)"
+            yield f"tp{tp} prefill {plan.prompt}: {timing.step_ms:.0f} ms ({timing})"
 
 
 @click.command()
@@ -140,6 +147,7 @@ def measure(loaded: Loaded, tp: int, plan: Plan) -> Iterator[str]:
 @click.option("--steps", default=20)
 @click.option("--prefill", "prompt", default=1000, help="Prompt tokens of the prefill; 0 for none.")
 @click.option("--chunk", default=512)
+@click.option("--probe/--no-probe", default=True, help="Print the memory state before and after.")
 def main(
     *,
     model: str,
@@ -147,6 +155,7 @@ def main(
     weights: WeightType,
     level: str | None,
     degrees: tuple[int, ...],
+    probe: bool,
     **plan: Any,
 ) -> None:
     """Step times of the native kernels."""
@@ -158,11 +167,13 @@ def main(
         f"{describe_machine()}; {loaded.model.level}, {weights or dtype} weights, {huge:.0%} of them in huge "
         f"pages, {wanted.threads} thread(s) a rank"
     )
-    click.echo(probe_memory())
+    if probe:
+        click.echo(probe_memory())
     for tp in degrees:
         for line in measure(loaded, tp, wanted):
             click.echo(line)
-    click.echo(probe_memory())
+    if probe:
+        click.echo(probe_memory())
 
 
 if __name__ == "__main__":

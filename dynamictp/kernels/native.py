@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,16 @@ class NativeExchange:
         _check_aligned(payload=self.payload)
 
 
+class StepSplit(NamedTuple):
+    """Seconds of a rank's step: in matrices, in attention, at barriers. The rest is norms, rotary embedding,
+    page writes and what the caller does.
+    """
+
+    weights_s: float = 0.0
+    attention_s: float = 0.0
+    wait_s: float = 0.0
+
+
 class NativeForward:
     """One rank's computation in one domain. Holds scratch memory, and addresses into arrays that it keeps
     alive; used by one thread. Raises `ValueError` for an exchange that is too small.
@@ -157,9 +167,11 @@ class NativeForward:
         self._step.logits(_address(wanted), len(wanted), _address(best))
         return self._logits[: len(wanted)], best
 
-    def take_wait_s(self) -> float:
-        """Seconds spent waiting for peers since the last call."""
-        return float(self._step.take_wait_ns()) * 1e-9
+    def take_split(self) -> StepSplit:
+        """Where the time went since the last call."""
+        step = self._step
+        parts_ns = (step.take_weights_ns(), step.take_attention_ns(), step.take_wait_ns())
+        return StepSplit(*(float(part_ns) * 1e-9 for part_ns in parts_ns))
 
     def _grow(self, positions: int) -> None:
         cosine, sine = self._rotation.tables(positions)

@@ -140,6 +140,23 @@ class SwitchStatus(Message, frozen=True):
     error: str | None = None
 
 
+class StepTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Steps of one degree since the engine started, and where their time went on rank 0, in seconds.
+
+    A `decode` step computes no prompt token. `seconds` is the sum of the steps; weights, attention and wait
+    are parts of it, `host_s` comes on top: what passed between two steps of a domain that had work.
+    """
+
+    tp: int
+    phase: Literal["decode", "prefill"]
+    steps: int
+    seconds: float
+    weights_s: float
+    attention_s: float
+    wait_s: float
+    host_s: float
+
+
 class Snapshot(Message, frozen=True):
     """The engine's state for metrics, `/admin/layout` and the planner. Sent periodically and on changes."""
 
@@ -159,6 +176,7 @@ class Snapshot(Message, frozen=True):
     max_model_len: int = 0
     step_engine_us: float = 0.0
     """Median engine time per step over the last steps, in microseconds."""
+    steps: tuple[StepTotals, ...] = ()
 
 
 class WorkerLost(Message, frozen=True):

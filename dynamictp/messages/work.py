@@ -137,7 +137,9 @@ class StepResult(Message, frozen=True):
     """What a step produced. Sent by rank 0 after the step's last barrier, so every rank is past every read
     and write of pages that the step names: the step is complete on all its ranks.
 
-    `seconds` is the time the step took on rank 0, `wait_s` the part spent waiting for peers.
+    `seconds` is the time the step took on rank 0, `wait_s` the part spent meeting its peers, `weights_s` in
+    matrices, `attention_s` in attention (0 where the kernels do not measure them). `gap_s` is the time from
+    the end of the domain's previous step to the start of this one, whether or not there was work to do.
     """
 
     epoch: int
@@ -146,6 +148,9 @@ class StepResult(Message, frozen=True):
     seconds: float
     wait_s: float = 0.0
     prompts: tuple[RowPromptLogprobs, ...] = ()
+    weights_s: float = 0.0
+    attention_s: float = 0.0
+    gap_s: float = 0.0
 
 
 class DomainBroken(Message, frozen=True):

@@ -35,9 +35,11 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelRefused(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, not a configuration file")
         value = json.loads(path.read_text(encoding="utf-8"))
+        # Half a surrogate pair is legal JSON and no text: tokenizers and templates fail on it.
+        json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise ModelRefused(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelRefused(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelRefused(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -189,6 +191,8 @@ def _refuse_sliding_window(config: Mapping[str, Any], facts: ModelFacts, where: 
     """Sliding windows are refused only where they would really cut attention."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types") or ()
+    if not isinstance(kinds, (list, tuple)):
+        raise ModelRefused(f"{where}: layer_types is {kinds!r}, expected a list")
     in_effect = any(kind != "full_attention" for kind in kinds)
     if facts.family == "mistral" and "sliding_window" not in config:
         window = 4096  # the class default

@@ -17,6 +17,7 @@ import click
 
 from dynamictp import native
 from dynamictp.config import GIB, ServeConfig
+from dynamictp.errors import BadRequest, ConfigError
 from dynamictp.kernels.select import choose_kernels
 from dynamictp.model.chat import ChatTemplate, template_from_file
 from dynamictp.model.load import open_model
@@ -25,7 +26,7 @@ from dynamictp.model.weights import plan_weights
 from dynamictp.server.app import create_app
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
-from dynamictp.server.requests import SamplingDefaults
+from dynamictp.server.requests import SamplingDefaults, parse_sampling_defaults
 from dynamictp.server.run import ServerRunner
 from dynamictp.server.service import DeviceInfo, Service
 from dynamictp.server.supervisor import Supervisor
@@ -40,6 +41,10 @@ T = TypeVar("T")
 def serve_forever(config: ServeConfig) -> None:
     """Serve until SIGTERM (exit 0) or Ctrl-C (exit 130). Raises `FatalError` with the exit code to use."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Its lines of starting and stopping repeat what `say` tells.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # Texts are tokenized one by one: a pool of threads in the library would idle and be lost in a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code = asyncio.run(_Launch(config).run())
     if code:
         sys.exit(code)
@@ -150,6 +155,7 @@ class _Launch:
 
         def stop(code: int) -> None:
             if not interrupted.done():
+                say("stopping")
                 interrupted.set_result(code)
 
         loop.add_signal_handler(signal.SIGTERM, stop, 0)
@@ -193,7 +199,9 @@ def _defaults(config: ServeConfig, source: ModelSource) -> SamplingDefaults:
     if config.generation_config != "auto":
         return SamplingDefaults()
     known = {field.name for field in fields(SamplingDefaults)}
-    given: dict[str, Any] = {k: v for k, v in source.sampling_defaults().items() if k in known}
-    if "top_k" in given:
-        given["top_k"] = int(given["top_k"])
-    return SamplingDefaults(**given)
+    try:
+        return parse_sampling_defaults({k: v for k, v in source.sampling_defaults().items() if k in known})
+    except BadRequest as error:
+        raise ConfigError(
+            f"--generation-config auto: the model's {error.message}; leave that flag out"
+        ) from error

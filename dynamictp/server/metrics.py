@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from dynamictp.layout import PlacedShape, Shape
-from dynamictp.messages import DomainStatus, Snapshot, SwitchStatus
+from dynamictp.messages import DomainStatus, Snapshot, StepTotals, SwitchStatus
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -120,6 +120,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         self._settle_tokens()
         yield from self._collect_engine()
+        yield from self._collect_steps()
         yield from self._collect_requests()
         yield from self._collect_switches()
 
@@ -145,6 +146,29 @@ class Metrics(Collector):
         serving = [d.tp for d in now.domains if d.state == "serving"] if now else []
         degree.add_metric([self._pool], max(serving, default=0))
         yield degree
+
+    def _collect_steps(self) -> Iterator[Metric]:
+        now = self._snapshot
+        steps = CounterMetricFamily(
+            "dtp_steps", "Steps, by degree; a decode step computes no prompt token", labels=["tp", "phase"]
+        )
+        seconds = CounterMetricFamily(
+            "dtp_step_seconds",
+            "Where the time of steps went on rank 0; host is what passed between them while there was work",
+            labels=["tp", "phase", "part"],
+        )
+        for total in now.steps if now else ():
+            labels = [str(total.tp), total.phase]
+            steps.add_metric(labels, total.steps)
+            for part, value in step_parts(total).items():
+                seconds.add_metric([*labels, part], value)
+        yield steps
+        yield seconds
+        yield _gauge(
+            "dtp_engine_step_seconds",
+            "Engine time per step, median of the last 128",
+            now.step_engine_us * 1e-6 if now else 0.0,
+        )
 
     def _collect_requests(self) -> Iterator[Metric]:
         success = CounterMetricFamily(
@@ -178,6 +202,18 @@ class Metrics(Collector):
             buckets, total = histogram.cumulative()
             phases.add_metric([phase], buckets, total)
         yield phases
+
+
+def step_parts(total: StepTotals) -> dict[str, float]:
+    """Seconds by part. `other` is the rest of the steps: norms, rotary, page writes, sampling, Python."""
+    measured_s = total.weights_s + total.attention_s + total.wait_s
+    return {
+        "weights": total.weights_s,
+        "attention": total.attention_s,
+        "wait": total.wait_s,
+        "other": max(total.seconds - measured_s, 0.0),
+        "host": total.host_s,
+    }
 
 
 def placed_label(domain: DomainStatus) -> str:

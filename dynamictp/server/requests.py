@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dynamictp.errors import BadRequest
-from dynamictp.server.fields import Fields, is_integer
+from dynamictp.server.fields import Fields
 from dynamictp.server.messages_field import ChatPrompt, parse_chat_prompt
 
 _T = TypeVar("_T")
@@ -138,6 +138,14 @@ def parse_chat(body: dict[str, Any], vocab: int, defaults: SamplingDefaults) -> 
     return ChatRequest(common, prompt, (top or 0) if wanted else None)
 
 
+def parse_sampling_defaults(values: dict[str, Any]) -> SamplingDefaults:
+    """A model's recommended values, held to what a request may ask for. Raises `BadRequest`."""
+    fields = Fields(values)
+    defaults = _parse_sampling(fields, SamplingDefaults())
+    fields.finish()
+    return defaults
+
+
 def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     fields = Fields(body)
     model = fields.text("model", 1024)
@@ -162,7 +170,7 @@ def parse_detokenize(body: dict[str, Any], vocab: int) -> tuple[list[int], bool]
     fields = Fields(body)
     fields.ignore("model")
     fields.require("tokens", "an array of token ids")
-    tokens = fields.array("tokens", 1 << 22, _ids_text(vocab), lambda t: _is_token(t, vocab))
+    tokens = fields.array("tokens", 1 << 20, _ids_text(vocab), lambda t: _is_token(t, vocab))
     skip = fields.flag("skip_special_tokens")
     fields.finish()
     return tokens, skip
@@ -178,20 +186,19 @@ def _parse_common(fields: Fields, vocab: int, defaults: SamplingDefaults, *, lea
     if best_of is not None and best_of != n:
         raise BadRequest(f"best_of other than n ({n}) is not supported", param="best_of")
     stream = fields.flag("stream")
+    sampling = _parse_sampling(fields, defaults)
     return Common(
         model=fields.text("model", 1024),
         n=n,
         max_tokens=max_tokens,
         max_tokens_field=name,
-        temperature=_or(fields.number("temperature", 0, 2), defaults.temperature),
-        top_p=_or(fields.number("top_p", 0, 1, above=True), defaults.top_p),
-        top_k=max(0, _or(fields.integer("top_k", -1, MAX_TOKENS), defaults.top_k)),
-        min_p=_or(fields.number("min_p", 0, 1), defaults.min_p),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
-        repetition_penalty=_or(
-            fields.number("repetition_penalty", 0, 10, above=True), defaults.repetition_penalty
-        ),
+        repetition_penalty=sampling.repetition_penalty,
         logit_bias=_parse_logit_bias(fields, vocab),
         seed=fields.integer("seed", -(1 << 63), (1 << 64) - 1),
         min_tokens=min_tokens,
@@ -206,6 +213,19 @@ def _parse_common(fields: Fields, vocab: int, defaults: SamplingDefaults, *, lea
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         stream=stream,
         include_usage=_parse_stream_options(fields, stream),
+    )
+
+
+def _parse_sampling(fields: Fields, defaults: SamplingDefaults) -> SamplingDefaults:
+    """The fields that a model may have defaults for."""
+    return SamplingDefaults(
+        temperature=_or(fields.number("temperature", 0, 2), defaults.temperature),
+        top_p=_or(fields.number("top_p", 0, 1, above=True), defaults.top_p),
+        top_k=max(0, _or(fields.integer("top_k", -1, MAX_TOKENS), defaults.top_k)),
+        min_p=_or(fields.number("min_p", 0, 1), defaults.min_p),
+        repetition_penalty=_or(
+            fields.number("repetition_penalty", 0, 10, above=True), defaults.repetition_penalty
+        ),
     )
 
 
@@ -276,14 +296,19 @@ def _parse_prompts(fields: Fields, vocab: int) -> tuple[str | tuple[int, ...], .
         raise fields.refuse("prompt", expected, prompt)
     if all(isinstance(item, str) for item in prompt):
         return tuple(prompt)
-    lists = [prompt] if all(is_integer(item) for item in prompt) else prompt
+    lists = [prompt] if _all_integers(prompt) else prompt
     for ids in lists:
-        if not isinstance(ids, list) or not all(is_integer(item) for item in ids):
+        if not isinstance(ids, list) or not _all_integers(ids):
             raise fields.refuse("prompt", expected, ids)
-        wrong = next((token for token in ids if not 0 <= token < vocab), None)
-        if wrong is not None:
+        if ids and (min(ids) < 0 or max(ids) >= vocab):
+            wrong = next(token for token in ids if not 0 <= token < vocab)
             raise fields.refuse("prompt", _ids_text(vocab), wrong)
     return tuple(tuple(ids) for ids in lists)
+
+
+def _all_integers(items: list[Any]) -> bool:
+    """Without a loop in Python: a body holds millions, and the event loop waits."""
+    return set(map(type, items)) <= {int}
 
 
 def _finish(fields: Fields) -> None:

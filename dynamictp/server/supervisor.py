@@ -129,6 +129,7 @@ class Supervisor:
             devices=plan.devices,
             layout=str(plan.layout),
             legal_degrees=plan.degrees,
+            model=config.model_name,
             mode=config.mode,
             max_model_len=plan.max_model_len,
             max_num_seqs=config.max_num_seqs,

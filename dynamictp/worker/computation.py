@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dynamictp.errors import ResourceError
 from dynamictp.facts import ModelFacts
-from dynamictp.kernels.native import NativeExchange, NativeForward, NativeModel
+from dynamictp.kernels.native import NativeExchange, NativeForward, NativeModel, StepSplit
 from dynamictp.messages import OpenDomain
 from dynamictp.model.attention_plan import Span, divide_attention
 from dynamictp.model.batch import make_batch
@@ -48,9 +48,9 @@ class Computation(Protocol):
         that it puts before the next call.
         """
 
-    def take_wait_s(self) -> float:
-        """Seconds inside the computation that were spent waiting for peers, since the last call, as far as
-        the caller's barrier did not see them.
+    def take_split(self) -> StepSplit:
+        """Where the time inside the computation went since the last call; zeros where that is not known.
+        Waits are those that the caller's barrier did not see.
         """
 
 
@@ -87,8 +87,8 @@ class TorchComputation:
             raise ValueError("logits before any batch")
         return self._forward.logits(self._hidden, torch.tensor(rows)).numpy()
 
-    def take_wait_s(self) -> float:
-        return 0.0
+    def take_split(self) -> StepSplit:
+        return StepSplit()
 
 
 class NativeComputation:
@@ -128,8 +128,8 @@ class NativeComputation:
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         return self._forward.logits(rows)[0]
 
-    def take_wait_s(self) -> float:
-        return self._forward.take_wait_s()
+    def take_split(self) -> StepSplit:
+        return self._forward.take_split()
 
 
 OpenComputation = Callable[[Callable[[], None], Callable[[int], None]], Computation]

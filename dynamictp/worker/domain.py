@@ -64,6 +64,7 @@ class Domain:
         self._rows = RowTable(facts.kv_heads, arena.spec.page_tokens, arena.pages)
         self._step = 0
         self._wait_s = 0.0
+        self._ended_s: float | None = None
 
     def prove(self) -> float:
         """The proof collective; returns ms. No warm-up: it would take a whole step from the domains that run
@@ -86,13 +87,26 @@ class Domain:
         began = self._clock.now()
         self._step, self._wait_s = plan.step, 0.0
         rows = self._rows.apply(plan)
-        if not rows:
-            return StepResult(self.epoch, plan.step, (), self._clock.now() - began)
-        self._compute(plan.rows, rows)
-        prompts = self._prompt_logprobs(plan.rows, rows)
-        tokens = self._sample(plan.rows, rows)
-        waited = self._wait_s + self._computation.take_wait_s()
-        return StepResult(self.epoch, plan.step, tokens, self._clock.now() - began, waited, prompts)
+        tokens: tuple[RowToken, ...] = ()
+        prompts: tuple[RowPromptLogprobs, ...] = ()
+        if rows:
+            self._compute(plan.rows, rows)
+            prompts = self._prompt_logprobs(plan.rows, rows)
+            tokens = self._sample(plan.rows, rows)
+        split = self._computation.take_split()
+        ended, since = self._clock.now(), self._ended_s
+        self._ended_s = ended
+        return StepResult(
+            self.epoch,
+            plan.step,
+            tokens,
+            ended - began,
+            self._wait_s + split.wait_s,
+            prompts,
+            weights_s=split.weights_s,
+            attention_s=split.attention_s,
+            gap_s=0.0 if since is None else began - since,
+        )
 
     # ------------------------------------------------------------ parts of a step
 

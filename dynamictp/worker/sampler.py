@@ -1,8 +1,8 @@
 """Choosing tokens from logits, and log-probabilities.
 
 A choice depends on the row's logits, its tokens, its parameters and (seed, output position) alone: the same
-in every batch, on every rank, at every degree. Rules apply in this order: logit bias, minimum length,
-repetition, frequency and presence penalties, temperature, min_p, top_k, top_p. Equal logits go to the lowest
+in every batch, on every rank, at every degree. Rules apply in this order: logit bias, repetition, frequency
+and presence penalties, minimum length, temperature, min_p, top_k, top_p. Equal logits go to the lowest
 token id. Log-probabilities are those of the raw logits.
 """
 
@@ -18,6 +18,7 @@ Logits = NDArray[np.float32]
 Tokens = NDArray[np.int32]
 
 _GREEDY_BELOW = 1e-5
+_FP32 = np.finfo(np.float32)
 _KEY_MASK = (1 << 128) - 1
 _CANDIDATES = 1024
 """Tokens that top_p looks at before it sorts the whole vocabulary."""
@@ -32,15 +33,17 @@ def uniform(seed: int, position: int) -> float:
 def choose(logits: Logits, tokens: Tokens, prompt_len: int, params: SamplingParams) -> int:
     """The next token of a row. `logits` [V], left as they are; `tokens` are the row's so far.
 
-    Raises `DomainError` when a logit is not a number.
+    Raises `DomainError` when the model's logits have no finite maximum. What a client asks for can't cause
+    that: adjusted logits stay finite.
     """
     output = tokens[prompt_len:]
-    masked = len(output) < params.min_tokens and bool(params.stop_ids)
-    if masked or _changes_logits(params):
-        logits = _adjust(logits.copy(), tokens, output, params, masked)
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):
         raise DomainError(f"the logits of a row have no finite maximum (token {best}: {logits[best]})")
+    masked = len(output) < params.min_tokens and bool(params.stop_ids)
+    if masked or _changes_logits(params):
+        logits = _adjust(logits.copy(), tokens, output, params, masked)
+        best = int(logits.argmax())
     if params.temperature < _GREEDY_BELOW:
         return best
     return _draw(logits, best, params, uniform(params.seed, len(output)))
@@ -69,20 +72,22 @@ def _changes_logits(params: SamplingParams) -> bool:
 
 
 def _adjust(logits: Logits, tokens: Tokens, output: Tokens, params: SamplingParams, masked: bool) -> Logits:
-    """Bias, minimum length and penalties, in place."""
+    """Bias, penalties and minimum length, in place. Within the range of fp32 whatever the parameters."""
     for token, bias in params.logit_bias:
         logits[token] += np.float32(bias)
-    if masked:
-        logits[[token for token in params.stop_ids if token < len(logits)]] = -np.inf
     if params.repetition_penalty != 1.0:
         seen = np.unique(tokens)
         values = logits[seen]
-        penalty = np.float32(params.repetition_penalty)
-        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        penalty = max(np.float32(params.repetition_penalty), _FP32.tiny)
+        with np.errstate(over="ignore"):
+            logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if len(output) and (params.frequency_penalty or params.presence_penalty):
         seen, counts = np.unique(output, return_counts=True)
         penalties = params.frequency_penalty * counts + params.presence_penalty
         logits[seen] -= penalties.astype(np.float32)
+    np.clip(logits, _FP32.min, _FP32.max, out=logits)
+    if masked:
+        logits[[token for token in params.stop_ids if token < len(logits)]] = _FP32.min
     return logits
 
 

@@ -26,6 +26,8 @@ class FakeServe:
                 await peer.json({"data": [{"id": "demo"}]})
             case "POST", "/tokenize":
                 await peer.json({"count": 2000, "tokens": list(range(2000))})
+            case "POST", "/detokenize":
+                await peer.json({"prompt": " ".join(map(str, peer.body["tokens"]))})  # type: ignore[call-overload]
             case "GET", "/admin/layout":
                 await peer.json({"mode": "static", "pinned": False, "observed": self.layout})
             case "PUT", "/admin/layout":

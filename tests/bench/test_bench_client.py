@@ -8,8 +8,9 @@ from contextlib import suppress
 
 import pytest
 
-from dynamictp.bench.client import Client, run_lowered, run_schedule
+from dynamictp.bench.client import Client, apportion, run_lowered
 from dynamictp.bench.exchange import Origin
+from dynamictp.bench.player import run_schedule
 from dynamictp.bench.result import FailureKind, Result
 from dynamictp.bench.schedule import Request
 from dynamictp.clock import ManualClock, SystemClock
@@ -100,6 +101,75 @@ async def test_chat_chunks_and_running_usage_without_token_ids() -> None:
     assert seen.chunk_tokens == (2, 1)
 
 
+async def test_usage_spreads_over_the_chunks_of_a_server_that_counts_only_at_the_end() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.head()
+        for text in ("abcdef", "ab", "abcd"):
+            await peer.event({"choices": [{"delta": {"content": text}}]})
+        await peer.event({"choices": [{"delta": {}, "finish_reason": "length"}]})
+        await peer.usage(9)
+        await peer.end()
+
+    async with scripted(script) as server:
+        seen = await send(server.url, Request(0.0, "hi", 9, endpoint="chat"))
+    assert seen.failure is None
+    assert seen.chunk_tokens == (4, 2, 3)
+
+
+async def test_the_end_of_the_sequence_is_not_spread() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.head()
+        await peer.event({"choices": [{"delta": {"content": "a"}}]})
+        await peer.event({"choices": [{"delta": {"reasoning_content": "b"}, "finish_reason": "stop"}]})
+        await peer.usage(3)
+        await peer.end()
+
+    async with scripted(script) as server:
+        seen = await send(server.url, Request(0.0, "hi", 9, endpoint="chat"))
+    assert (seen.chunk_tokens, seen.text, seen.output_tokens) == ((1, 1), "ab", 3)
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "shares"),
+    [(3, [5, 1, 1], [1, 1, 1]), (10, [1, 1], [5, 5]), (7, [10, 0, 5], [4, 1, 2]), (4, [0, 0], [2, 2])],
+)
+def test_tokens_are_apportioned_by_text(total: int, weights: list[int], shares: list[int]) -> None:
+    assert apportion(total, weights) == shares
+
+
+async def test_what_runs_at_the_end_of_the_run_is_cut_and_keeps_its_tokens() -> None:
+    left = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.head()
+        await peer.tokens(1)
+        with suppress(ConnectionError):
+            await peer.reader.read()
+        left.set()
+
+    clock = SystemClock()
+    async with scripted(script) as server:
+        client = Client(server.url, "m", clock=clock, timeout_s=30.0, cut_s=clock.now() + 0.2)
+        seen = await client.send(Request(0.0, "hello", 5), intended_s=clock.now())
+        await left.wait()
+        after = await client.send(Request(0.0, "too late", 5), intended_s=clock.now())
+    assert len(server.requests) == 1
+    assert seen.cut
+    assert seen.output_tokens == 1
+    assert after.cut
+
+
+async def test_tenants_use_their_own_keys() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.json({"error": {"message": "seen"}}, status=400)
+
+    async with scripted(script) as server:
+        client = Client(server.url, "m", api_key="all", tenant_keys={"gold": "au"})
+        for tenant in ("gold", "other"):
+            await client.send(Request(0.0, "x", 1, tenant=tenant), intended_s=0.0)
+    assert [peer.headers["authorization"] for peer in server.requests] == ["bearer au", "bearer all"]
+
+
 async def test_a_refusal_keeps_status_and_message() -> None:
     async def script(peer: Peer) -> None:
         await peer.json({"error": {"message": "no room", "type": "capacity"}}, status=503)
@@ -132,6 +202,14 @@ async def test_streams_that_just_end_are_truncated() -> None:
     async def no_done(peer: Peer) -> None:
         await closed(peer)
         await peer.raw(b"0\r\n\r\n")
+
+    async def only_finish(peer: Peer) -> None:
+        await peer.head()
+        await peer.tokens(1, finish="stop")
+        await peer.raw(b"0\r\n\r\n")
+
+    async with scripted(only_finish) as server:
+        assert (await send(server.url)).failure is None
 
     async def no_finish(peer: Peer) -> None:
         await closed(peer)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,13 +11,27 @@ from rich.console import Console
 
 from dynamictp.bench.admin import Switch
 from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, Session, guarded, switch_figures
-from dynamictp.bench.figures import FULL, QUICK, parse_options
-from dynamictp.bench.figures_report import Figures, as_json, render, states
-from dynamictp.bench.machine import Machine, MemoryState, busy_ticks, describe_machine, probe_memory
+from dynamictp.bench.decode_split import DecodeSplit, decode_split, engine_us
+from dynamictp.bench.figures import FULL, QUICK, main, parse_options
+from dynamictp.bench.figures_record import Figures, as_json, read_json
+from dynamictp.bench.figures_report import markdown, render
+from dynamictp.bench.figures_sheets import sheets, states
+from dynamictp.bench.kernel_figures import KernelFigures
+from dynamictp.bench.machine import (
+    Build,
+    Machine,
+    MemoryState,
+    busy_ticks,
+    describe_machine,
+    probe_memory,
+)
 from dynamictp.bench.result import Failure, FailureKind, Result
+from dynamictp.bench.rival import RivalFacts
+from dynamictp.bench.roofline import DecodeBytes, decode_bytes, roofline_ms, served_bytes
 from dynamictp.bench.schedule import Request
 from dynamictp.bench.stats import quantiles
 from dynamictp.errors import FatalError
+from dynamictp.testing.harness import TINY
 
 A = MemoryState(30.0, 36.0)
 B = MemoryState(30.0, 60.0)
@@ -101,14 +117,23 @@ def figures() -> Figures:
     start, ttft = quantiles([3.0]), quantiles([1200.0, 1300.0])
     assert start is not None
     assert ttft is not None
+    split = DecodeSplit(64, weights_ms=6.0, attention_ms=0.5, wait_ms=1.0, other_ms=0.5, host_ms=0.25)
     points = [DecodePoint("tp1", 4, 3, 10.0, 300.0), DecodePoint("tp2", 4, 3, 7.0, 450.0)]
+    single = [
+        DecodePoint("tp1", 1, 3, 9.9, 100.0, split, 120.0),
+        DecodePoint("tp2", 1, 3, 9.0, 110.0, None),
+        DecodePoint("other", 1, 3, 30.0, 33.0),
+    ]
     switching = switch_figures([steady], [switch(0.1, 0.3, commit=1.0)], {"tp1": 0.1}, "tp1")
     return Figures(
         machine=Machine("A CPU", 2, 24.0, "6.1"),
         start_s=Block("start", A, A, False, start),
-        decode=(Block("4 streams", A, A, False, points),),
+        decode=(Block("1 streams", A, A, True, single), Block("4 streams", A, A, False, points)),
         prefill=Block("prefill", B, B, False, [PrefillPoint("tp1", ttft)]),
         switch=Block("switches", A, A, False, switching),
+        kernels=Block("kernels", A, A, False, KernelFigures(("tp1 batch 1: 8.80 ms",))),
+        build=Build("2030-01-02", "0.1.0", "abcdef0123+"),
+        bytes_read=DecodeBytes(weights=269_000_000, kv_per_token=20_000),
     )
 
 
@@ -118,7 +143,8 @@ def test_the_tables_show_every_block_and_its_state() -> None:
     output = console.file
     assert isinstance(output, io.StringIO)
     for words in ("A CPU, 2 usable cores", "1.50×", "A 36/36 GB/s", "B 60/60 GB/s", "1250", "commit",
-                  "criterion held", "start to ready: 3.00 s"):  # fmt: skip
+                  "criterion held", "3.00", "2030-01-02", "abcdef0123+", "A and B; 1 repeated", "1.00 (12%)",
+                  "0.25 (3%)", "batch 1: 8.80 ms"):  # fmt: skip
         assert words in output.getvalue()
 
 
@@ -126,7 +152,86 @@ def test_json_spells_out_verdict_and_states() -> None:
     plain = json.loads(msgspec.json.encode(as_json(figures())))
     assert plain["switch"]["figures"]["held"] is True
     assert plain["prefill"]["state_before"] == "B"
-    assert plain["decode"][0]["figures"][1]["tokens_per_s"] == 450.0
+    assert plain["decode"][1]["figures"][1]["tokens_per_s"] == 450.0
+    assert plain["kernels"]["state_after"] == "A"
+
+
+def test_the_json_reads_back_and_becomes_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = msgspec.json.encode(as_json(figures()))
+    assert read_json(data) == figures()
+    file = tmp_path / "figures.json"
+    file.write_bytes(data)
+    assert main(["--markdown", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert text == markdown(figures())
+    lines = text.splitlines()
+    table = lines.index("### Decode, 64 tokens in, 64 out")
+    assert lines[table + 2 : table + 5] == [
+        "| streams | layout | TPOT ms | tokens/s | against tp1 | memory before/after |",
+        "| --- | --: | --: | --: | --: | --: |",
+        "| 1 | tp1 | 9.9 | 100 | 1.00× | A 36/36 GB/s |",
+    ]
+    file.write_text('{"machine": 3}')
+    assert main(["--markdown", str(file)]) == 1
+    assert "not the JSON of scripts/bench" in capsys.readouterr().err
+
+
+def test_the_roofline_is_bytes_over_the_bandwidth_of_the_same_state() -> None:
+    (sheet,) = [sheet for sheet in sheets(figures()) if "roofline" in sheet.title]
+    # 269 MB and 96 tokens of 20 kB, at 30 GB/s of one core and 36 of two.
+    assert [row[:5] for row in sheet.rows] == [
+        ("tp1", "9.03", "9.90", "1.10", "≤ 1.2"),
+        ("tp2", "7.53", "9.00", "1.20", "≤ 1.3"),
+    ]
+    assert roofline_ms(60e6, (A, B), 2) == pytest.approx(1.25)
+
+
+def test_a_tied_embedding_is_read_as_the_head_and_another_one_hardly() -> None:
+    tied = msgspec.structs.replace(TINY, tied_head=True)
+    untied = msgspec.structs.replace(TINY, tied_head=False)
+    assert decode_bytes(untied, "bf16").weights == decode_bytes(tied, "bf16").weights
+    assert decode_bytes(tied, "bf16").kv_per_token == 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 2
+    wide = decode_bytes(tied, "fp32")
+    assert wide.kv_per_token == 2 * decode_bytes(tied, "bf16").kv_per_token
+    assert wide.step(10, streams=3) == wide.weights + 30 * wide.kv_per_token
+    assert served_bytes("demo", ["--weights", "int8"]) is None
+
+
+def test_the_split_of_decode_steps_is_what_the_counters_grew_by() -> None:
+    def counters(steps: float, **seconds: float) -> dict[str, float]:
+        labels = "{phase=decode}{tp=2}"
+        parts = {f"dtp_step_seconds_total{{part={part}}}{labels}": value for part, value in seconds.items()}
+        return {f"dtp_steps_total{labels}": steps, **parts}
+
+    before = counters(10, weights=1.0, attention=1.0, wait=1.0, other=1.0, host=1.0)
+    after = counters(30, weights=1.08, attention=1.01, wait=1.02, other=1.01, host=1.02)
+    split = decode_split(before, after, 2)
+    assert split is not None
+    assert split.steps == 20
+    assert (split.weights_ms, split.step_ms) == (pytest.approx(4.0), pytest.approx(6.0))
+    assert split.wait_share == pytest.approx(1 / 6)
+    assert split.host_share == pytest.approx(1 / 7)
+    assert decode_split(before, after, 1) is None
+    assert decode_split({}, {}, 2) is None
+    assert engine_us({}) is None
+    assert engine_us({"dtp_engine_step_seconds": 150e-6}) == pytest.approx(150.0)
+
+
+def test_ratios_against_another_server() -> None:
+    measured = figures()
+    rival = RivalFacts("http://there", "other-model", "1.2", "prompts as text", short=True)
+    ttft = quantiles([500.0])
+    assert ttft is not None
+    prefill = Block("prefill", A, A, False, [PrefillPoint(name, ttft) for name in ("tp1", "tp2", "other")])
+    measured = replace(measured, decode=measured.decode[:1], prefill=prefill, rival=rival)
+    (sheet,) = [sheet for sheet in sheets(measured) if sheet.title == "Against another server"]
+    assert [row[:-1] for row in sheet.rows] == [
+        ("TPOT ms, streams: 1", "30.0", "9.9", "0.33×", "9.0", "0.30×"),
+        ("tokens/s, streams: 1", "33", "100", "3.03×", "110", "3.33×"),
+        ("TTFT ms, prefill of 1,000", "500", "500", "1.00×", "500", "1.00×"),
+    ]
+    assert "other-model, version 1.2" in sheet.notes[0]
+    assert sheet.notes[1] == "It ended some outputs early."
 
 
 def test_options() -> None:
@@ -134,6 +239,8 @@ def test_options() -> None:
     quick = parse_options(["--quick", "--only", "decode,start", "--", "--kernels", "torch"])
     assert (quick.plan, quick.parts) == (QUICK, ("decode", "start"))
     assert quick.serve_flags == ("--kernels", "torch")
+    compared = parse_options(["--compare", "http://there/v1", "--compare-model", "m"])
+    assert (compared.compare_url, compared.compare_model) == ("http://there/v1", "m")
     with pytest.raises(SystemExit) as caught:
         parse_options(["--only", "everything"])
     assert caught.value.code == 2

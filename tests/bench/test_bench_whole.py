@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from dynamictp.bench import blocks
+from dynamictp.errors import FatalError
 from tests.bench.fake_serve import FakeServe
-from tests.bench.scripted_server import scripted
+from tests.bench.scripted_server import Peer, scripted
 
 HERE = Path(__file__).parent
 
@@ -96,6 +97,56 @@ async def test_a_session_measures_decode_and_prefill_under_each_layout() -> None
     lengths = [len(body["prompt"]) for body in sent if isinstance(body["prompt"], list)]
     assert lengths == [64] * 16 + [1000] * 4
     assert all(body["ignore_eos"] is True for body in sent)
+
+
+class TextOnly(FakeServe):
+    """Another server: no admin interface, text prompts only, and no field it does not know."""
+
+    async def __call__(self, peer: Peer) -> None:
+        if peer.path == "/v1/models":
+            await peer.json({"data": [{"id": "small"}, {"id": "big"}]})
+        elif peer.path != "/v1/completions":
+            await peer.json({"error": {"message": "no such route"}}, status=404)
+        elif not isinstance(peer.body["prompt"], str) or "ignore_eos" in peer.body:
+            await peer.json({"error": {"message": "unknown field"}}, status=422)
+        else:
+            await super().__call__(peer)
+
+
+async def test_another_server_takes_turns_and_is_asked_as_it_wants() -> None:
+    fake = FakeServe()
+    async with scripted(fake) as server, scripted(TextOnly()) as other:
+        session = await asyncio.to_thread(blocks.Session, server.url)
+        await asyncio.to_thread(session.compare_with, f"{other.url}/v1", "big", "sk-there")
+        decode = await asyncio.to_thread(session.decode, 2, 2)
+        prefill = await asyncio.to_thread(session.prefill, 1)
+        with pytest.raises(FatalError, match="serves small, big, not 'huge'"):
+            await asyncio.to_thread(session.compare_with, other.url, "huge", None)
+    assert [point.layout for point in decode] == [point.layout for point in prefill]
+    assert [point.layout for point in decode] == ["tp1", "tp2", "other"]
+    assert fake.layouts == ["tp1", "tp2"] * 3
+    assert session.rival is not None
+    facts = session.rival.facts
+    assert (facts.model, facts.short) == ("big", True)
+    assert facts.form == "prompts as text, outputs that may end early (it does not take ignore_eos)"
+    sent = [peer for peer in other.requests if peer.path == "/v1/completions"]
+    assert len(sent) == 4 + 4 + 1  # the forms tried, decode, prefill
+    assert [len(str(peer.body["prompt"]).split()) for peer in sent[4:]] == [64] * 4 + [1000]
+    assert all(peer.headers["authorization"] == "bearer sk-there" for peer in sent)
+
+
+async def test_a_server_that_takes_no_completions_is_refused() -> None:
+    async def chat_only(peer: Peer) -> None:
+        listed = {"data": [{"id": "m"}]}
+        if peer.path == "/v1/models":
+            await peer.json(listed)
+        else:
+            await peer.json({"error": {"message": "chat only"}}, status=404)
+
+    async with scripted(FakeServe()) as server, scripted(chat_only) as other:
+        session = await asyncio.to_thread(blocks.Session, server.url)
+        with pytest.raises(FatalError, match="takes no completion request"):
+            await asyncio.to_thread(session.compare_with, other.url, None, None)
 
 
 async def test_a_session_measures_switches_against_the_same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

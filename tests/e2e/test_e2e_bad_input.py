@@ -110,6 +110,23 @@ def test_a_body_beyond_the_limit(api: Api) -> None:
     assert error["code"] == "body_too_large"
 
 
+def test_extreme_sampling_never_reaches_the_other_requests(api: Api) -> None:
+    domains = [domain["epoch"] for domain in api.layout()["domains"]]
+    extremes: list[dict[str, Any]] = [
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 10, "frequency_penalty": 2, "presence_penalty": 2},
+        {"temperature": 1e-320},
+        {"temperature": 2, "top_p": 1e-300, "min_p": 1e-300},
+        {"logit_bias": {str(token): -100 for token in range(1000)}, "min_tokens": 4},
+        {"stop_token_ids": list(range(256)), "min_tokens": 4},
+        {"seed": -(1 << 63), "n": 3},
+    ]
+    for fields in extremes:
+        answer = api.complete("The sea is", 4, **{"temperature": 1, **fields})
+        assert answer["usage"]["completion_tokens"] > 0, fields
+    assert [domain["epoch"] for domain in api.layout()["domains"]] == domains
+
+
 def test_bad_requests_beside_a_stream_do_not_touch_it(api: Api) -> None:
     expected = api.complete("The sea is", 16, ignore_eos=True)["choices"][0]["text"]
     with api.stream("The sea is", 16, ignore_eos=True) as (stream, events):

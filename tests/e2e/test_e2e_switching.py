@@ -126,6 +126,17 @@ def test_setting_the_layout_in_force_changes_nothing(api: Api) -> None:
     assert [(domain["id"], domain["epoch"]) for domain in api.layout()["domains"]] == domains
 
 
+def test_a_stream_moves_to_the_devices_that_are_named(api: Api) -> None:
+    with api.stream(PROMPTS[0], ENDLESS, **SHOWN) as (stream, events):
+        for layout, devices in (("tp1@1", [[1]]), ("tp2@1,0", [[1, 0]]), ("demo:tp2@0,1", [[0, 1]])):
+            read_tokens(stream, events, 3)
+            response = api.put_layout(layout, wait="closed")
+            assert (response.status_code, response.json()["switch"]["outcome"]) == (200, "closed")
+            until(lambda: [d["devices"] for d in api.layout()["domains"]] == devices, layout)  # noqa: B023
+        read_tokens(stream, events, 4)
+    assert_undisturbed(api, PROMPTS[0], stream)
+
+
 def test_without_a_wait_the_switch_is_followed_by_its_id(api: Api) -> None:
     response = api.put_layout("tp2", wait="none")
     assert response.status_code == 202
@@ -168,7 +179,8 @@ async def test_a_second_switch_meanwhile_is_a_conflict(api: Api) -> None:
         ("tp0", "tp0"),
         ("", "layout"),
         ("nonsense", "nonsense"),
-        ("tp2@0,1", "devices"),
+        ("tp2@1,2", "names device 2"),
+        ("tp1@0+tp1", "not placed"),
         ("9999*tp9999", "9999"),
     ],
 )

@@ -6,12 +6,13 @@ import pytest
 
 from dynamictp.control.route import DomainLoad, RequestNeed, RouteState, route
 from dynamictp.engine.comms import CommunicatorPool
-from dynamictp.engine.domain import Domain
+from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.request import Request
+from dynamictp.engine.snapshot import StepLedger
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.waiting import WaitingQueue
 from dynamictp.layout import PlacedShape, Shape
-from dynamictp.messages import CommHandle, SamplingParams, SubmitRequest, pack_tokens
+from dynamictp.messages import CommHandle, SamplingParams, StepResult, StepTotals, SubmitRequest, pack_tokens
 
 
 def request(name: str, age: int, *, arrival_s: float = 0.0, priority: int = 0) -> Request:
@@ -140,3 +141,25 @@ def test_rows_are_given_back_and_announced_only_if_the_workers_know_them() -> No
     domain.release(unknown)
     assert (domain.gone, domain.free_rows) == ([0], 2)
     domain.check_integrity()
+
+
+def test_the_ledger_of_steps_keeps_degrees_and_phases_apart_and_no_idleness() -> None:
+    ledger = StepLedger()
+    wide = Domain(1, PlacedShape(Shape(2), (0, 1)), CommHandle(1, 0), (1, 1), 4, 8)
+    narrow = Domain(2, PlacedShape(Shape(1), (0,)), CommHandle(2, 1), (1,), 4, 8)
+
+    def add(domain: Domain, *, busy: bool, alone: bool = True, prefill: int = 0) -> None:
+        domain.busy = busy
+        record = PlanRecord(1, (), 1, prefill, 1.0, alone)
+        result = StepResult(domain.epoch, 1, (), 0.5, 0.125, weights_s=0.25, attention_s=0.0625, gap_s=8.0)
+        ledger.add(domain, record, result)
+
+    add(wide, busy=False, prefill=5)  # after a rest
+    add(wide, busy=True)
+    add(wide, busy=True, alone=False)  # the gap was another domain's step
+    add(narrow, busy=True)
+    assert ledger.totals == (
+        StepTotals(2, "prefill", 1, 0.5, 0.25, 0.0625, 0.125, 0.0),
+        StepTotals(2, "decode", 2, 1.0, 0.5, 0.125, 0.25, 8.0),
+        StepTotals(1, "decode", 1, 0.5, 0.25, 0.0625, 0.125, 8.0),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from dynamictp.errors import CommunicatorBroken
 from dynamictp.facts import DType, WeightType
-from dynamictp.kernels.native import NativeModel, native_exchange_bytes, open_team
+from dynamictp.kernels.native import NativeModel, StepSplit, native_exchange_bytes, open_team
 from dynamictp.testing.native_domain import NativeDomain, Part
 from dynamictp.worker.comm.control import ControlState, WorkerState, bytes_needed, open_control
 from tests.kernels.models import USABLE, VARIANTS, int8_as_fp32, make_model, row_weights
@@ -248,3 +249,19 @@ def test_the_exchange_grows_with_its_limits() -> None:
         return native_exchange_bytes(facts, "bf16", max_tokens=tokens, max_rows=rows, world=world)
 
     assert size(16, 4, 1) < size(17, 4, 1) < size(17, 5, 1) < size(17, 5, 9)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_parts_of_a_step_lie_within_its_time(tp: int) -> None:
+    model, tokens = make_model("llama", "bf16"), prompt(40)
+    with NativeDomain(model, tp, max_tokens=40, max_rows=1) as domain:
+        began = time.perf_counter()
+        domain.step([Part(tokens, 0, page_table(model, 40))], [39])
+        elapsed_s = time.perf_counter() - began
+        for rank in domain.ranks:
+            split = rank.take_split()
+            assert split.weights_s > 0
+            assert split.attention_s > 0
+            assert (split.wait_s > 0) == (tp > 1)
+            assert sum(split) < elapsed_s
+            assert rank.take_split() == StepSplit()

@@ -10,7 +10,7 @@ import pytest
 
 from dynamictp.errors import ModelRefused
 from dynamictp.facts import RopeFacts
-from dynamictp.model.config_json import facts_from_config, read_facts, read_sampling_defaults
+from dynamictp.model.config_json import facts_from_config, read_facts, read_json, read_sampling_defaults
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -137,6 +137,7 @@ def test_sliding_windows_that_never_cut_are_accepted() -> None:
         (LLAMA, {"rope_theta": float("nan")}, "theta"),
         (MISTRAL, {"sliding_window": 4096}, "sliding-window"),
         (QWEN2, {"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
+        (QWEN2, {"layer_types": 2.5}, "layer_types"),
         (QWEN2, {"layer_types": ["sliding_attention"] * 32, "sliding_window": 4096}, "sliding-window"),
     ],
 )
@@ -152,6 +153,15 @@ def test_unsound_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelRefused, match=r"config\.json"):
         read_facts(tmp_path)
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text('{"bos_token": "\\ud83d\\ude00"}')
+    assert read_json(file) == {"bos_token": "\U0001f600"}
+    file.write_text('{"bos_token": "\\ud83d"}')
+    with pytest.raises(ModelRefused, match="not readable"):
+        read_json(file)
 
 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:

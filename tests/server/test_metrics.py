@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamictp.messages import DeviceStatus, DomainStatus, Snapshot, SwitchStatus
+from dynamictp.messages import DeviceStatus, DomainStatus, Snapshot, StepTotals, SwitchStatus
 from dynamictp.server.metrics import Metrics
 from tests.server.server_stack import Stack
 
@@ -18,6 +20,9 @@ FIRST_SET = {
     "dtp_tp_degree",
     "dtp_request_tp_degree",
     "dtp_generation_tokens",
+    "dtp_steps",
+    "dtp_step_seconds",
+    "dtp_engine_step_seconds",
     "dtp_tp_switches",
     "dtp_tp_switch_phase_seconds",
     "dtp_time_to_first_token_seconds",
@@ -61,6 +66,27 @@ async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:
     assert values["dtp_inter_token_latency_seconds_count", ()] == 4 + 2 * 2
     assert values["dtp_e2e_request_latency_seconds_count", ()] == 3
     assert values["dtp_kv_pages_total", (("device", "1"),)] == 512
+
+
+def test_the_parts_of_steps_add_up() -> None:
+    metrics = Metrics()
+    domain = DomainStatus("d1", 1, "", 2, 1, (0, 1), "serving")
+    totals = StepTotals(2, "decode", 100, 0.8, weights_s=0.6, attention_s=0.05, wait_s=0.1, host_s=0.03)
+    steps = (totals, StepTotals(1, "prefill", 1, 0.5, 0.0, 0.0, 0.0, 0.0))
+    metrics.on_snapshot(msgspec.structs.replace(snapshot(domain), steps=steps, step_engine_us=150.0))
+    values = samples(metrics.render().decode())
+    decode = {
+        dict(labels)["part"]: value
+        for (name, labels), value in values.items()
+        if name == "dtp_step_seconds_total" and ("phase", "decode") in labels
+    }
+    assert decode == pytest.approx(
+        {"weights": 0.6, "attention": 0.05, "wait": 0.1, "other": 0.05, "host": 0.03}
+    )
+    assert values["dtp_steps_total", (("phase", "decode"), ("tp", "2"))] == 100
+    prefill = (("part", "other"), ("phase", "prefill"), ("tp", "1"))
+    assert values["dtp_step_seconds_total", prefill] == 0.5
+    assert values["dtp_engine_step_seconds", ()] == pytest.approx(150e-6)
 
 
 def test_tokens_of_a_domain_count_once_it_is_known() -> None:

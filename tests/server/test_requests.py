@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from dynamictp.errors import BadRequest
 from dynamictp.server.fields import parse_object
-from dynamictp.server.requests import SamplingDefaults, parse_chat, parse_completion, parse_tokenize
+from dynamictp.server.requests import (
+    SamplingDefaults,
+    parse_chat,
+    parse_completion,
+    parse_sampling_defaults,
+    parse_tokenize,
+)
 
 VOCAB = 100
 USER = [{"role": "user", "content": "hi"}]
@@ -157,6 +163,13 @@ def test_defaults_of_the_model_hold_where_the_client_is_silent() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_k=20)
     request = parse_completion({"prompt": "x", "top_k": 0}, VOCAB, defaults)
     assert (request.common.temperature, request.common.top_k) == (0.6, 0)
+
+
+def test_defaults_of_the_model_are_held_to_what_a_request_may_ask_for() -> None:
+    assert parse_sampling_defaults({"temperature": 0.6, "top_k": 20}) == SamplingDefaults(0.6, top_k=20)
+    for name, value in (("top_k", float("nan")), ("top_k", 2.5), ("temperature", 1e308), ("top_p", 0)):
+        with pytest.raises(BadRequest, match=name):
+            parse_sampling_defaults({name: value})
 
 
 def test_prompt_forms() -> None:

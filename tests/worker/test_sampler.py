@@ -71,6 +71,17 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
     assert choose(logits(-1.0, -1.2), tokens(0), 0, params(repetition_penalty=1.1)) == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1e-320, 1e-300, 1e-38, 1e-30, 10.0])
+def test_no_parameter_takes_logits_out_of_range(penalty: float, temperature: float) -> None:
+    row = logits(-90, 3e38, 2, -3e38, 0)
+    changes = {"repetition_penalty": penalty, "temperature": temperature, "logit_bias": ((1, 100.0),)}
+    changes |= {"min_tokens": 5, "stop_ids": (1,), "frequency_penalty": -2.0}
+    got = choose(row, tokens(0, 1, 2, 3, 2), 1, params(**changes))
+    assert got != 1
+    assert choose(logits(1, 2), tokens(0), 1, params(min_tokens=5, stop_ids=(0, 1))) in {0, 1}
+
+
 def test_draws_follow_the_distribution() -> None:
     expected = np.array([0.5, 0.3, 0.15, 0.05])
     found = frequencies(np.log(expected).astype(np.float32))

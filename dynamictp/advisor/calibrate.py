@@ -1,0 +1,178 @@
+"""Calibration from a running server: step times through HTTP, as corrections of the cost model.
+
+Every operation is measured alone: decode steps as the median gap of streams of known number and length,
+prompts as the time to the first token of an otherwise idle server. The ratio to the uncalibrated model goes
+into the file.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import numpy as np
+
+from dynamictp.advisor.machine import Machine
+from dynamictp.advisor.placement import place_replicas
+from dynamictp.bench.admin import Admin
+from dynamictp.bench.client import Client, run_lowered
+from dynamictp.bench.player import run_schedule
+from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
+from dynamictp.bench.result import Result
+from dynamictp.bench.schedule import Request, together
+from dynamictp.clock import SystemClock
+from dynamictp.cost.calibration import Calibration, CalibrationPoint
+from dynamictp.cost.figures import Corner
+from dynamictp.cost.hardware import Assumptions, EngineLimits
+from dynamictp.cost.shape import ModelShape
+from dynamictp.cost.steps import Domain, StepModel
+from dynamictp.errors import FatalError
+
+STREAMS = (1, 4, 16)
+PROMPTS = (24, 96, 384)
+SHORT_CONTEXT, LONG_CONTEXT = 32, 768
+LONG_STREAMS = 4
+LONG_PROMPT = 1400
+_OUTPUT = 40
+_LONG_OUTPUT = 160
+"""Enough that the first stream still runs when the last prompt is done."""
+_ROUNDS = 2
+_WHOLE = {"ignore_eos": True}
+
+
+class Calibrator:
+    """One running server of `shape` on `machine`. Owns the prompts' random generator.
+
+    Raises `FatalError` when the server refuses a layout or a request fails.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        shape: ModelShape,
+        machine: Machine,
+        *,
+        limits: EngineLimits,
+        assumptions: Assumptions,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._url, self._shape, self._machine = url, shape, machine
+        self._limits, self._assumptions = limits, assumptions
+        self._say = say
+        self._clock = SystemClock()
+        self._rng = np.random.default_rng(0)
+        self._model, self._ids = run_lowered(self._describe)
+
+    async def _describe(self) -> tuple[str, tuple[int, ...]]:
+        async with Admin(self._url) as admin:
+            return await admin.served_model(), await admin.tokenize(LONG_TEXT)
+
+    def calibrate(self, degrees: Sequence[int]) -> Calibration:
+        """Measure each degree with one domain of it. Takes about half a minute a degree on two cores."""
+        points: list[CalibrationPoint] = []
+        for tp in degrees:
+            self._say(f"tp{tp}")
+            self._set_layout(f"tp{tp}")
+            points += self._degree(tp)
+        device = self._machine.device
+        return Calibration(
+            model=self._shape.name,
+            device=device.name,
+            source=f"measured through HTTP on {datetime.now(UTC):%Y-%m-%d}",
+            points=tuple(points),
+            bandwidth=device.bandwidth.value,
+            shared_bandwidth=0.0 if device.shared_bandwidth is None else device.shared_bandwidth.value,
+            flops=device.bf16_flops.value,
+        )
+
+    def _degree(self, tp: int) -> list[CalibrationPoint]:
+        placed = place_replicas(self._machine, tp, 1)
+        steps = StepModel(
+            Domain(self._shape, self._machine.device, tp, link=placed[0].link, assumptions=self._assumptions),
+            Corner.EXPECTED,
+        )
+        self._prompt_s(PROMPTS[0])  # first use of the communicator
+        # Attention first: what it takes at the short context is part of the other measurements.
+        short = self._decode_s(LONG_STREAMS, SHORT_CONTEXT)
+        long = self._decode_s(LONG_STREAMS, LONG_CONTEXT, _LONG_OUTPUT)
+        # The later half of either output is on average three quarters in.
+        longer = LONG_CONTEXT + 0.75 * _LONG_OUTPUT - SHORT_CONTEXT - 0.5 * _OUTPUT
+        expected = steps.decode_attention_s(LONG_STREAMS, longer)
+        attention = max((long - short) / expected, 0.05)
+        points = [CalibrationPoint("attention", tp, LONG_STREAMS, attention)]
+        for streams in STREAMS:
+            context = SHORT_CONTEXT + _OUTPUT / 2
+            base = self._decode_s(streams, SHORT_CONTEXT)
+            base -= attention * steps.decode_attention_s(streams, context)
+            points.append(_base(tp, streams, base, steps.base(streams, streams).total_s))
+        points += self._prompt_points(tp, steps)
+        return points
+
+    def _prompt_points(self, tp: int, steps: StepModel) -> list[CalibrationPoint]:
+        times = {tokens: self._prompt_s(tokens) for tokens in PROMPTS}
+        chunk = self._limits.max_batched_tokens
+        per_chunk = times[PROMPTS[-1]] / PROMPTS[-1]
+        rest = self._prompt_s(LONG_PROMPT) - per_chunk * LONG_PROMPT
+        expected = steps.prompt_attention_s(LONG_PROMPT) - LONG_PROMPT / PROMPTS[
+            -1
+        ] * steps.prompt_attention_s(PROMPTS[-1])
+        attention = max(rest / expected, 0.05)
+        points = [CalibrationPoint("prompt_attention", tp, LONG_PROMPT, attention)]
+        for tokens, seconds in times.items():
+            base = seconds - attention * steps.prompt_attention_s(tokens)
+            points.append(_base(tp, tokens, base, steps.base(min(tokens, chunk), 1.0).total_s))
+        return points
+
+    def _decode_s(self, streams: int, context: int, output: int = _OUTPUT) -> float:
+        """Median time of a step that decodes so many rows, of the later half of their tokens."""
+        gaps: list[float] = []
+        for _ in range(_ROUNDS):
+            prompts = exact_prompts(self._ids, context, streams, self._rng)
+            results = self._play(together(prompts, output, _WHOLE))
+            last_start = max(result.chunk_s[0] for result in results)
+            first_end = min(result.chunk_s[-1] for result in results)
+            gaps += [
+                gap
+                for result in results
+                for gap, at in zip(_gaps(result), result.chunk_s[1:], strict=True)
+                if last_start < at <= first_end
+            ]
+        if not gaps:
+            raise FatalError(
+                f"{streams} streams were never decoding together; the server is too busy to calibrate"
+            )
+        return statistics.median(gaps)
+
+    def _prompt_s(self, tokens: int) -> float:
+        """Median time to the first token of an idle server."""
+        times = []
+        for _ in range(_ROUNDS + 1):
+            prompt = exact_prompts(self._ids, tokens, 1, self._rng)[0]
+            (result,) = self._play([Request(0.0, prompt, 1, extra=_WHOLE)])
+            times.append(result.chunk_s[0] - result.sent_s)
+        return statistics.median(times)
+
+    def _play(self, schedule: Sequence[Request]) -> list[Result]:
+        client = Client(self._url, self._model, timeout_s=120.0, return_token_ids=True)
+        results = run_lowered(lambda: run_schedule(schedule, client, self._clock), every_s=0.05)
+        for result in results:
+            if result.failure is not None:
+                raise FatalError(f"a request of the calibration failed: {result.failure.message}")
+        return results
+
+    def _set_layout(self, layout: str) -> None:
+        async def change() -> None:
+            async with Admin(self._url) as admin:
+                await admin.set_layout(layout)
+
+        run_lowered(change, every_s=0.05)
+
+
+def _gaps(result: Result) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(result.chunk_s)]
+
+
+def _base(tp: int, size: int, measured: float, expected: float) -> CalibrationPoint:
+    return CalibrationPoint("base", tp, size, max(measured / expected, 0.02))

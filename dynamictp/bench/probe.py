@@ -1,0 +1,91 @@
+"""What is at an address: model, kind of server, and what of its admin interface answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from dynamictp.bench.record import ServerFacts
+from dynamictp.errors import FatalError
+
+_TIMEOUT_S = 30.0
+
+
+def base_url(url: str) -> str:
+    """Without a trailing `/v1`, which people copy from their clients' settings."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def http_client(url: str, api_key: str | None) -> httpx.AsyncClient:
+    """For everything but the load itself. No proxy: it would stand before a server on this machine."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.AsyncClient(base_url=base_url(url), headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+
+
+async def probe(http: httpx.AsyncClient, model: str | None = None) -> ServerFacts:
+    """Facts of the server behind `http`; `model` chooses among those it lists.
+
+    Raises FatalError when `/v1/models` doesn't answer or has no such model.
+    """
+    try:
+        response = await http.get("/v1/models")
+        response.raise_for_status()
+        cards = response.json()["data"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise FatalError(
+            f"{http.base_url} doesn't answer as an OpenAI-compatible server: {error or repr(error)}"
+        ) from error
+    names = [str(card["id"]) for card in cards]
+    if not names or (model is not None and model not in names):
+        raise FatalError(f"{http.base_url} serves {', '.join(names) or 'no model'}, not '{model or 'any'}'")
+    card = cards[names.index(model) if model else 0]
+    version = await _optional_json(http, "/version")
+    return ServerFacts(
+        url=str(http.base_url).rstrip("/"),
+        model=str(card["id"]),
+        owned_by=str(card.get("owned_by", "")),
+        version=str(version.get("version", "")) if version else "",
+        max_model_len=card.get("max_model_len"),
+        tokenizes=await _tokenizes(http, str(card["id"])),
+        layout=await _optional_json(http, "/admin/layout"),
+        metrics_before=await scrape(http),
+    )
+
+
+async def scrape(http: httpx.AsyncClient) -> dict[str, float]:
+    """Samples of `/metrics` by name and labels, without histogram buckets; empty where there are none."""
+    try:
+        response = await http.get("/metrics")
+        if response.is_error:
+            return {}
+        families = list(text_string_to_metric_families(response.text))
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return {
+        sample.name + "".join(f"{{{name}={value}}}" for name, value in sorted(sample.labels.items())): float(
+            sample.value
+        )
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+async def _tokenizes(http: httpx.AsyncClient, model: str) -> bool:
+    try:
+        response = await http.post("/tokenize", json={"model": model, "prompt": "one two"})
+        return not response.is_error and isinstance(response.json().get("count"), int)
+    except (httpx.HTTPError, ValueError, AttributeError):
+        return False
+
+
+async def _optional_json(http: httpx.AsyncClient, path: str) -> dict[str, Any] | None:
+    """An object, or None where the server has no such page."""
+    try:
+        response = await http.get(path)
+        decoded = None if response.is_error else response.json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    return decoded if isinstance(decoded, dict) else None

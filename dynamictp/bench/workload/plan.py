@@ -1,0 +1,238 @@
+"""A workload and its seed to planned requests: times, lengths, tenants, who shares what. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from dynamictp.bench.workload import arrivals
+from dynamictp.bench.workload.arrivals import RateCurve
+from dynamictp.bench.workload.classes import (
+    LONG_OUTPUT_TOKENS,
+    LONG_PROMPT_TOKENS,
+    PEAK_SHARE,
+    Tenant,
+    TrafficClass,
+    Workload,
+)
+from dynamictp.bench.workload.spec import ClosedArrivals, OpenArrivals, ReplayArrivals, parse_arrivals
+from dynamictp.bench.workload.traces import HASH_BLOCK_TOKENS, TraceRow, load_trace
+from dynamictp.errors import ConfigError
+
+MAX_REQUESTS = 1_000_000
+MAX_TURNS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of text that every request naming the same key shares."""
+
+    key: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request before it has text. Due at `intended_s`, or `think_s` after `follows` has ended.
+
+    `prompt_tokens` is the whole prompt: system text, earlier turns, template and all. `system` opens a
+    conversation, `blocks` open the user's message.
+    """
+
+    name: str
+    intended_s: float
+    traffic_class: str
+    prompt_tokens: int
+    output_tokens: int
+    tenant: str = ""
+    priority: int = 0
+    system: Block | None = None
+    blocks: tuple[Block, ...] = ()
+    follows: str = ""
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Planned requests in order of time, conversations' later turns after their first.
+
+    `shortened` counts those cut to the workload's `longest_tokens`; `users` is set for closed loops.
+    """
+
+    requests: tuple[PlannedRequest, ...]
+    shortened: int = 0
+    users: int = 0
+    think_s: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan; equal plans ask the same of every server."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Prompt and output tokens of one turn, the prompt without what came before it."""
+
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A conversation's first request before tenants and prefixes are drawn."""
+
+    t_s: float
+    traffic_class: str
+    turns: tuple[_Turn, ...]
+    blocks: tuple[Block, ...] = ()
+
+
+def make_plan(workload: Workload) -> Plan:
+    """Same workload and seed, same plan. Raises ConfigError for arrivals that make no sense."""
+    parsed = parse_arrivals(workload.arrivals, workload.duration_s)
+    # Independent streams: another mix leaves the times as they are, and the other way round.
+    time_rng, class_rng, owner_rng = (np.random.default_rng((workload.seed, i)) for i in range(3))
+    if isinstance(parsed, ReplayArrivals):
+        openings = _replayed(parsed, workload, time_rng)
+    elif isinstance(parsed, ClosedArrivals):
+        even = arrivals.constant_rate(1.0, 1.0)
+        openings = _drawn(workload, (0.0,) * parsed.requests, even, class_rng)
+    else:
+        openings = _drawn(workload, _times(parsed, time_rng), parsed.curve, class_rng)
+    if not openings:
+        raise ConfigError(f"{workload.arrivals} over {workload.duration_s:g} s brings no request")
+    planned = [
+        request
+        for i, opening in enumerate(openings)
+        for request in _conversation(i, opening, workload, owner_rng)
+    ]
+    fitted = _fit(planned, workload.longest_tokens)
+    shortened = sum(a is not b for a, b in zip(planned, fitted, strict=True))
+    if isinstance(parsed, ClosedArrivals):
+        return Plan(fitted, shortened, parsed.users, parsed.think_s)
+    return Plan(fitted, shortened)
+
+
+def _times(parsed: OpenArrivals, rng: np.random.Generator) -> tuple[float, ...]:
+    if parsed.curve.expected > MAX_REQUESTS:
+        raise ConfigError(f"about {parsed.curve.expected:.0f} requests; at most {MAX_REQUESTS} make a plan")
+    return arrivals.draw(parsed.curve, parsed.cv, rng)
+
+
+def _drawn(
+    workload: Workload, times: Sequence[float], curve: RateCurve, rng: np.random.Generator
+) -> list[_Opening]:
+    """A class and its lengths for each time; every class is sampled for all, so that weights don't
+    change the lengths of the others.
+    """
+    count, threshold = len(times), PEAK_SHARE * curve.peak_per_s
+    usual = [item for item in workload.classes if item.when == "always"]
+    picks = rng.random(count)
+    turn_counts = np.minimum(rng.geometric(1 / workload.turns.mean, count), MAX_TURNS)
+    total = int(turn_counts.sum())
+    lengths = {
+        item.name: (
+            item.prompt.sample(rng, total, workload.scale),
+            item.output.sample(rng, total, workload.scale),
+        )
+        for item in workload.classes
+    }
+    openings = []
+    first = 0
+    for t_s, pick, turns in zip(times, picks, turn_counts.tolist(), strict=True):
+        available = workload.classes if curve.rate_at(t_s) >= threshold else usual
+        chosen = _pick(available, float(pick))
+        prompts, outputs = lengths[chosen.name]
+        both = zip(prompts[first : first + turns], outputs[first : first + turns], strict=True)
+        openings.append(_Opening(t_s, chosen.name, tuple(_Turn(int(p), int(o)) for p, o in both)))
+        first += turns
+    return openings
+
+
+def _pick(items: Sequence[TrafficClass], pick: float) -> TrafficClass:
+    """By weight; `pick` is uniform in [0, 1)."""
+    bounds = np.cumsum([item.weight for item in items])
+    return items[min(int(np.searchsorted(bounds, pick * bounds[-1], side="right")), len(items) - 1)]
+
+
+def _replayed(parsed: ReplayArrivals, workload: Workload, rng: np.random.Generator) -> list[_Opening]:
+    rows = load_trace(parsed.trace)
+    kept = rng.random(len(rows)) < parsed.keep
+    times = [(row.t_s - parsed.start_s) / parsed.speed for row in rows]
+    return [
+        _opening_of(row, t_s, workload.scale)
+        for row, t_s, keep in zip(rows, times, kept, strict=True)
+        if keep and 0 <= t_s < workload.duration_s
+    ]
+
+
+def _opening_of(row: TraceRow, t_s: float, scale: float) -> _Opening:
+    prompt = max(round(row.input_tokens * scale), 1)
+    output = max(round(row.output_tokens * scale), 1)
+    by_length = {
+        (False, False): "qa", (False, True): "chat", (True, False): "rag", (True, True): "code",
+    }  # fmt: skip
+    long = (row.input_tokens > LONG_PROMPT_TOKENS, row.output_tokens > LONG_OUTPUT_TOKENS)
+    block_tokens = max(round(HASH_BLOCK_TOKENS * scale), 1)
+    blocks = tuple(Block(f"hash-{i}", block_tokens) for i in row.hash_ids)
+    return _Opening(t_s, by_length[long], (_Turn(prompt, output),), blocks)
+
+
+def _conversation(
+    index: int, opening: _Opening, workload: Workload, rng: np.random.Generator
+) -> Iterable[PlannedRequest]:
+    """The turns of one conversation, of one tenant, under one system text."""
+    tenant = _owner(workload.tenants, float(rng.random()))
+    shared, group = float(rng.random()), float(rng.random())
+    prefixes, system = workload.prefixes, None
+    if prefixes is not None and shared < prefixes.share:
+        system = Block(
+            f"system-{int(group * prefixes.groups)}", max(round(prefixes.tokens * workload.scale), 1)
+        )
+    context = system.tokens if system else 0
+    name = f"{opening.traffic_class}-{index}"
+    for number, turn in enumerate(opening.turns):
+        context += turn.prompt
+        if number and 0 < workload.longest_tokens < context + turn.output:
+            return  # what was said so far leaves no room
+        yield PlannedRequest(
+            name=f"{name}.{number}" if number else name,
+            intended_s=round(opening.t_s, 6),
+            traffic_class=opening.traffic_class,
+            prompt_tokens=context,
+            output_tokens=turn.output,
+            tenant=tenant.name if tenant else "",
+            priority=tenant.priority if tenant else 0,
+            system=system,
+            blocks=opening.blocks,
+            follows="" if number == 0 else name if number == 1 else f"{name}.{number - 1}",
+            think_s=workload.turns.think_s if number else 0.0,
+        )
+        context += turn.output
+
+
+def _owner(tenants: Sequence[Tenant], pick: float) -> Tenant | None:
+    if not tenants:
+        return None
+    bounds = np.cumsum([tenant.share for tenant in tenants])
+    return tenants[min(int(np.searchsorted(bounds, pick * bounds[-1], side="right")), len(tenants) - 1)]
+
+
+def _fit(planned: Sequence[PlannedRequest], longest: int) -> tuple[PlannedRequest, ...]:
+    """Requests over `longest` tokens keep their output up to half of it; the prompt gives way."""
+    return tuple(
+        request
+        if not longest or request.prompt_tokens + request.output_tokens <= longest
+        else _shortened(request, longest)
+        for request in planned
+    )
+
+
+def _shortened(request: PlannedRequest, longest: int) -> PlannedRequest:
+    output = max(min(request.output_tokens, longest // 2), 1)
+    return replace(request, prompt_tokens=longest - output, output_tokens=output)

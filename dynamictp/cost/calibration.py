@@ -1,0 +1,111 @@
+"""Measured step times as corrections of the cost model. Pure.
+
+A point says how much longer (or shorter) a step of a given degree and size took than the uncalibrated model
+expected. The model's form stays, so sizes between points are interpolated and other loads extrapolated.
+Untried degrees inherit the ratio of the nearest measured one, with that provenance (design 10).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dynamictp.errors import ConfigError
+
+Op = Literal["base", "attention", "prompt_attention"]
+"""`base` is all of a step but attention; `attention` reads the cache for decoding rows, `prompt_attention`
+is that of prompts."""
+
+CLAMP = 30.0
+"""Ratios beyond this either way are kept at it: the device is described wrongly, and a pegged ratio shows."""
+MEASURED_SPREAD = 0.15
+INHERITED_SPREAD = 0.35
+
+
+class CalibrationPoint(msgspec.Struct, frozen=True):
+    """One measured operation: `size` in tokens of the step (rows for decode)."""
+
+    op: Op
+    tp: int
+    size: int
+    ratio: float
+    """Measured ÷ expected time."""
+
+
+class Correction(msgspec.Struct, frozen=True):
+    """What to multiply a time by, and how far the truth may lie from it as a fraction."""
+
+    ratio: float
+    spread: float
+    inherited: bool
+    pegged: bool
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Corrections for one model on one kind of device. `source` says when and how they were measured."""
+
+    model: str
+    device: str
+    source: str
+    points: tuple[CalibrationPoint, ...]
+    bandwidth: float = 0.0
+    """Bytes/s of one device that the ratios refer to; 0: the device's data sheet. So, too, the next two."""
+    shared_bandwidth: float = 0.0
+    flops: float = 0.0
+    version: int = 1
+
+    def correction(self, op: Op, tp: int, size: float) -> Correction | None:
+        """Ratio for a step, interpolated in the logarithm of the size; None without points of that kind."""
+        known = [point for point in self.points if point.op == op]
+        if not known:
+            return None
+        degree = min({point.tp for point in known}, key=lambda other: abs(math.log(other / tp)))
+        curve = sorted((point.size, point.ratio) for point in known if point.tp == degree)
+        ratio = _interpolated(curve, max(size, 1.0))
+        clamped = min(max(ratio, 1 / CLAMP), CLAMP)
+        inherited = degree != tp
+        return Correction(
+            clamped, INHERITED_SPREAD if inherited else MEASURED_SPREAD, inherited, clamped != ratio
+        )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Measured degrees; others inherit."""
+        return tuple(sorted({point.tp for point in self.points}))
+
+    @property
+    def pegged(self) -> bool:
+        """A ratio is beyond the clamp: an alarm, not a correction."""
+        return any(not 1 / CLAMP <= point.ratio <= CLAMP for point in self.points)
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Raises `ConfigError` when the file is missing or no calibration of this version."""
+        try:
+            calibration = msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(
+                f"{path}: no calibration file ({error}); make one with `dynamictp calibrate URL`"
+            ) from error
+        if calibration.version != 1 or not all(point.ratio > 0 for point in calibration.points):
+            raise ConfigError(f"{path}: version {calibration.version} or a ratio is unusable; make it again")
+        return calibration
+
+
+def _interpolated(curve: Sequence[tuple[int, float]], size: float) -> float:
+    """Log-log interpolation; the nearest end beyond the measured sizes."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (left, low), (right, high) in pairwise(curve):
+        if size <= right:
+            share = math.log(size / left) / math.log(right / left)
+            return math.exp(math.log(low) * (1 - share) + math.log(high) * share)
+    return curve[-1][1]

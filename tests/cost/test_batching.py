@@ -1,0 +1,150 @@
+"""The mean field of continuous batching against Little's law and a step-by-step simulation."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+import pytest
+
+from dynamictp.cost.batching import Replica, Targets
+from dynamictp.cost.figures import Corner, Figure
+from dynamictp.cost.hardware import DeviceFacts, EngineLimits, LinkFacts
+from dynamictp.cost.lengths import Lengths, RequestClass, Workload
+from dynamictp.cost.shape import ModelShape
+from dynamictp.cost.steps import Domain, StepModel
+
+LLAMA_8B = ModelShape("8b", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
+A100 = DeviceFacts("a100", 80e9, Figure(2.039e12, "data sheet", "x"), Figure(312e12, "data sheet", "x"))
+NVLINK = LinkFacts("NV12", Figure(300e9, "data sheet", "x"), Figure(1.5e-6, "assumed", "x", 1e-6, 3e-6, 0.0))
+CHAT = Workload("chat", (RequestClass("chat", Lengths(100, 250), Lengths(300, 800)),))
+RAG = Workload("rag", (RequestClass("rag", Lengths(1500, 4000), Lengths(40, 100)),))
+LIMITS = EngineLimits(max_batched_tokens=2048, max_num_seqs=64)
+KV_TOKENS = 400_000
+
+
+def replica(
+    workload: Workload, corner: Corner = Corner.EXPECTED, kv: float = KV_TOKENS, tp: int = 1
+) -> Replica:
+    steps = StepModel(Domain(LLAMA_8B, A100, tp, link=NVLINK), corner)
+    return Replica(steps, workload, LIMITS, kv)
+
+
+@pytest.mark.parametrize("workload", [CHAT, RAG])
+@pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
+def test_the_batch_follows_littles_law(workload: Workload, load: float) -> None:
+    model = replica(workload)
+    rate = load * model.capacity()
+    state = model.steady(rate)
+    assert state.stable
+    assert state.batch == pytest.approx(rate * (workload.mean_output - 1) * state.tpot_s, rel=0.01)
+    assert state.tpot_s >= state.decode_step_s
+
+
+def test_beyond_capacity_nothing_settles() -> None:
+    model = replica(CHAT)
+    assert not model.steady(1.05 * model.capacity()).stable
+    latency = model.latency(1.05 * model.capacity(), 1, Targets())
+    assert latency.ttft_p99 == math.inf
+    assert latency.goodput_fraction == 0
+
+
+def test_little_kv_bounds_the_batch() -> None:
+    rich, poor = replica(RAG), replica(RAG, kv=30_000)
+    assert poor.max_batch < rich.max_batch
+    # Mean context about 1,540 and a margin for its spread: clearly below 30,000 / 1,540 = 19.
+    assert 5 <= poor.max_batch <= 15
+    assert poor.capacity() < rich.capacity()
+    assert replica(RAG, kv=2_000).max_batch == 0, "not even the longest request"
+
+
+@pytest.mark.parametrize("workload", [CHAT, RAG])
+def test_latency_grows_with_load(workload: Workload) -> None:
+    model = replica(workload)
+    found = [model.latency(share * model.capacity(), 1, Targets()) for share in (0.1, 0.4, 0.7, 0.9)]
+    for metric in ("ttft_p50", "ttft_p99", "tpot_mean", "e2e_p99"):
+        values = [getattr(latency, metric) for latency in found]
+        assert values == sorted(values), metric
+
+
+def test_replicas_behind_one_router_wait_less_than_a_split() -> None:
+    model = replica(RAG)
+    rate = 0.8 * model.capacity()
+    assert model.latency(4 * rate, 4, Targets()).ttft_p99 < model.latency(rate, 1, Targets()).ttft_p99
+
+
+def test_slo_capacity_is_where_a_target_breaks() -> None:
+    model, targets = replica(RAG), Targets(ttft_s=1.0, tpot_s=0.06)
+    edge = model.slo_capacity(1, targets)
+    assert 0 < edge < model.capacity()
+
+    def holds(rate: float) -> bool:
+        latency = model.latency(rate, 1, targets)
+        return latency.ttft_p99 <= targets.ttft_s and latency.tpot_p99 <= targets.tpot_s
+
+    assert holds(0.97 * edge)
+    assert not holds(1.03 * edge)
+    assert model.slo_capacity(1, Targets(ttft_s=0.001)) == 0
+
+
+def test_the_ideal_corner_bounds_the_others() -> None:
+    rate = 0.5 * replica(RAG, Corner.SLOW).capacity()
+    found = [replica(RAG, corner).latency(rate, 1, Targets()) for corner in Corner]
+    for metric in ("ttft_p50", "ttft_p99", "tpot_mean", "e2e_p99"):
+        values = [getattr(latency, metric) for latency in found]
+        assert values == sorted(values), f"{metric}: ideal, fast, expected, slow"
+
+
+@pytest.mark.parametrize(("workload", "load"), [(CHAT, 0.5), (RAG, 0.5), (RAG, 0.75)])
+def test_the_mean_field_against_a_simulation_of_steps(workload: Workload, load: float) -> None:
+    model = replica(workload)
+    rate = load * model.capacity()
+    tpot, ttft_p50 = simulate(model, workload, rate, requests=1500)
+    found = model.latency(rate, 1, Targets())
+    assert found.tpot_mean == pytest.approx(tpot, rel=0.2)
+    assert found.ttft_p50 == pytest.approx(ttft_p50, rel=0.4)
+
+
+def simulate(model: Replica, workload: Workload, rate: float, requests: int) -> tuple[float, float]:
+    """(mean TPOT over tokens, median TTFT): step after step, prompts in chunks beside decoding rows."""
+    rng = np.random.default_rng(1)
+    kind = workload.classes[0]
+    prompts = rng.lognormal(math.log(kind.prompt.median), kind.prompt.sigma, requests)
+    outputs = np.maximum(rng.lognormal(math.log(kind.output.median), kind.output.sigma, requests), 1).astype(
+        int
+    )
+    arrivals = np.cumsum(rng.exponential(1 / rate, requests))
+    waiting: deque[list[float]] = deque()
+    running: list[int] = []
+    now, coming, ttfts, token_s, tokens = 0.0, 0, [], 0.0, 0
+    steps = model.steps
+    while coming < requests or waiting or running:
+        while coming < requests and arrivals[coming] <= now:
+            waiting.append([arrivals[coming], prompts[coming], outputs[coming]])
+            coming += 1
+        if not waiting and not running:
+            now = arrivals[coming]
+            continue
+        left, started, attention = float(LIMITS.max_batched_tokens) - len(running), [], 0.0
+        while waiting and left > 0:
+            take = min(left, waiting[0][1])
+            attention += steps.prompt_attention_s(take)
+            waiting[0][1] -= take
+            left -= take
+            if waiting[0][1] > 0:
+                break
+            started.append(waiting.popleft())
+        done = LIMITS.max_batched_tokens - left
+        seconds = steps.base(done, max(1, len(running) + len(started))).total_s + attention
+        if running:
+            seconds += steps.decode_attention_s(len(running), workload.running_context)
+        now += seconds
+        token_s += seconds * len(running)
+        tokens += len(running)
+        running = [tokens_left - 1 for tokens_left in running if tokens_left > 1]
+        for arrival, _, output in started:
+            ttfts.append(now - arrival)
+            if output > 1:
+                running.append(int(output) - 1)
+    return token_s / tokens, float(np.median(ttfts))
