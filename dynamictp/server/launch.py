@@ -67,11 +67,13 @@ class _Launch:
         config = self._config
         interrupted = self._catch_signals()
         source = open_model(config.model)
-        kernels = choose_kernels(config.kernels, source.facts, config.page_tokens)
+        kernels = choose_kernels(
+            config.kernels, source.facts, config.page_tokens, native_only=_native_only(config)
+        )
         if kernels.reason:
             say(f"torch kernels, several times slower: {kernels.reason}")
         packed = kernels.path == "native"
-        index = plan_weights(source.facts, config.dtype, "panels" if packed else "rows")
+        index = plan_weights(source.facts, config.dtype, "panels" if packed else "rows", config.weights)
         plan = plan_node(
             config,
             source.facts,
@@ -80,6 +82,11 @@ class _Launch:
             available_bytes=available_memory_bytes(),
             communicators=native.load() is not None,
         )
+        if plan.oversubscribed:
+            say(
+                f"{plan.devices} device(s) of {config.cores_per_device} core(s) share {len(usable_cores())}: "
+                "slower than one core each"
+            )
         supervisor = Supervisor(config, plan, index, kernels.level)
         service = self._service(source, plan, supervisor)
         runner = ServerRunner(create_app(service), config.host, config.port)
@@ -172,6 +179,13 @@ def _raise_failure(supervisor: Supervisor, interrupted: asyncio.Future[int]) -> 
     """A child that ends after a signal is no failure."""
     if supervisor.failed.done() and not interrupted.done():
         raise supervisor.failed.result()
+
+
+def _native_only(config: ServeConfig) -> str:
+    """The flag that only the native kernels can follow, if one is given."""
+    if config.weights:
+        return f"--weights {config.weights}"
+    return f"--cores-per-device {config.cores_per_device}" if config.cores_per_device > 1 else ""
 
 
 def _template(config: ServeConfig, source: ModelSource) -> ChatTemplate:

@@ -73,7 +73,8 @@ class Supervisor:
             for device in range(self._plan.devices):
                 self._spawn_worker(device, sockets, ready)
             progress(
-                f"loading {self._config.model} ({self._index.total_bytes / 1e6:.0f} MB, {self._config.dtype})"
+                f"loading {self._config.model} ({self._index.total_bytes / 1e6:.0f} MB, "
+                f"{self._index.weights or self._index.dtype})"
             )
             await self._load_weights()
             # A byte for each worker. The pipe stays readable here, so this can't fail for one that has died.
@@ -171,6 +172,7 @@ class Supervisor:
             deadline_s=config.collective_deadline_s,
             spin=0 if plan.oversubscribed else SPIN,
             kernel_level=self._kernel_level,
+            threads=config.cores_per_device,
         )
         file = sockets / f"worker-{device}.json"
         file.write_bytes(msgspec.json.encode(start))
@@ -198,6 +200,7 @@ class Supervisor:
                 arguments = [
                     *("dynamictp.server.loader", "--model", self._config.model),
                     *("--dtype", self._config.dtype, "--layout", self._index.layout),
+                    *("--weights", self._index.weights),
                     *("--fd", str(memory.fd), "--part", f"{part}/{parts}"),
                 ]
                 child = Child("loader", arguments, descriptors=(memory.fd,), stderr=errors.fileno())
