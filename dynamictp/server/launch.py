@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -51,8 +52,9 @@ def serve_forever(config: ServeConfig) -> None:
 
 
 def say(text: str) -> None:
-    """A line for the person who started the server."""
-    click.echo(text, err=True)
+    """A line for the person who started the server, if there still is one."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
 
 
 class _Launch:
