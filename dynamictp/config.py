@@ -50,6 +50,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     chat_template: str = ""
     generation_config: Literal["", "auto"] = ""
     collective_deadline_s: float = 30.0
+    hang_s: float = 2.0
+    crash_budget: int = 20
+    drain_s: float = 30.0
 
     @property
     def model_name(self) -> str:
@@ -73,6 +76,9 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "max_step_ms": (1, 60_000),
     "port": (0, 65535),
     "collective_deadline_s": (0.1, 3600),
+    "hang_s": (0.5, 3600),
+    "crash_budget": (0, 1_000_000),
+    "drain_s": (0, 86_400),
 }
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from threading import Event
 from typing import Protocol
 
@@ -22,6 +23,9 @@ from dynamictp.messages import PROTOCOL_VERSION, Body, Envelope
 
 FIRST_CONTACT_S = 60.0
 """How long a bound end waits with its first messages for a peer that is still starting."""
+
+RECONNECT_MS = 20
+"""How often a connecting end tries again while nobody listens yet."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
@@ -119,6 +123,16 @@ class ZmqLink:
         self.socket.close(linger=200)
 
 
+def engine_address(folder: Path, incarnation: int) -> str:
+    """Where an engine listens for the server. A link serves one pair of lives, so each has its own socket."""
+    return f"ipc://{folder}/engine-{incarnation}.sock"
+
+
+def worker_address(folder: Path, device: int, incarnation: int, engine: int) -> str:
+    """Where the engine of incarnation `engine` listens for one life of a device's worker."""
+    return f"ipc://{folder}/worker-{device}.{incarnation}-{engine}.sock"
+
+
 def zmq_link(
     context: zmq.Context[zmq.Socket[bytes]], address: str, *, bind: bool, incarnation: int
 ) -> ZmqLink:
@@ -127,6 +141,8 @@ def zmq_link(
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SNDTIMEO, int(FIRST_CONTACT_S * 1000))
+    # The other end may bind later: every life of a process has sockets of its own.
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     (socket.bind if bind else socket.connect)(address)
     return ZmqLink(socket, incarnation)
 

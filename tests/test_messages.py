@@ -258,6 +258,8 @@ GOLDEN: dict[str, str] = {
     "prefix_hits prefix_queries preemptions max_model_len step_engine_us steps",
     "StepTotals": "tp phase steps seconds weights_s attention_s wait_s host_s",
     "WorkerLost": "device incarnation reason",
+    "WorkerGone": "device incarnation reason",
+    "WorkerStarted": "device incarnation",
     "CommHandle": "id slot",
     "OpenDomain": "epoch model tp rank members comm control_slot pp",
     "ProveDomain": "epoch step",
@@ -275,7 +277,7 @@ GOLDEN: dict[str, str] = {
     "DomainBroken": "epoch rank step culprit error",
     "ArenaFacts": "pages page_tokens dtype",
     "EngineStart": "facts arena devices layout legal_degrees model mode max_model_len max_num_seqs "
-    "max_batched_tokens max_step_ms prefix_cache comm_slots incarnation",
+    "max_batched_tokens max_step_ms prefix_cache comm_slots incarnation hang_s workers",
     "Envelope": "version incarnation sequence body",
 }
 """Fields of every struct in their order on the wire. Only ever append here, in step with `messages`."""
@@ -307,7 +309,7 @@ def test_fields_are_only_appended_and_then_have_a_default(name: str) -> None:
 
 
 def test_every_body_is_tagged_with_its_name_and_frozen() -> None:
-    assert len(BODIES) == 20
+    assert len(BODIES) == 22
     for struct in BODIES:
         assert struct.__struct_config__.tag == struct.__name__
     for name, struct in structs().items():

@@ -38,6 +38,9 @@ HELP = {
     "chat_template": "file with a Jinja chat template that replaces the model's",
     "generation_config": "auto: take sampling defaults from the model",
     "collective_deadline_s": "longest wait for a peer inside a step, in seconds",
+    "hang_s": "seconds without progress after which a worker counts as hanging, unless its step is long",
+    "crash_budget": "crashes of one process in ten minutes beyond which the server gives up",
+    "drain_s": "seconds that running requests may take after SIGTERM",
 }
 
 

@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--control-fd", type=int, required=True, help="shared memory of the control words")
     arguments = parser.parse_args()
     become_engine_process()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     text = arguments.start
     data = text.encode() if text.lstrip().startswith("{") else Path(text).read_bytes()
     start = msgspec.json.decode(data, type=EngineStart)

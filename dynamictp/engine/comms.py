@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from typing import Literal, Protocol
 
@@ -16,9 +17,14 @@ ABORTED: Literal[2] = 2
 
 
 class ControlWords(Protocol):
-    """Words in shared memory that tell workers, at dequeue and in every wait, whether an epoch lives."""
+    """Words in shared memory: those that tell workers, at dequeue and in every wait, whether an epoch lives,
+    and those in which workers publish their progress."""
 
     def set(self, slot: int, epoch: int, state: Literal[0, 1, 2]) -> None: ...
+
+    def progress(self, device: int) -> tuple[int, int, int, float]:
+        """(messages begun, layer, state: 0 idle, 1 computing, 2 waiting, seconds since the last change)."""
+        ...
 
 
 class NullControlWords:
@@ -26,6 +32,10 @@ class NullControlWords:
 
     def set(self, slot: int, epoch: int, state: Literal[0, 1, 2]) -> None:
         """Nothing to tell."""
+
+    def progress(self, device: int) -> tuple[int, int, int, float]:
+        """Nothing is known: as if the worker had executed all it was sent."""
+        return sys.maxsize, 0, 0, 0.0
 
 
 class CommunicatorPool:

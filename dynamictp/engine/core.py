@@ -18,6 +18,7 @@ from dynamictp.engine.scheduler import Limits, Scheduler
 from dynamictp.engine.snapshot import StepCost, StepLedger, make_snapshot
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.turns import Turns
+from dynamictp.engine.watch import HELLO_AGAIN_S, HELLO_S, LOOK_S, Watch
 from dynamictp.errors import ConfigError, LayoutRefused, ProtocolError
 from dynamictp.messages import (
     Body,
@@ -35,7 +36,9 @@ from dynamictp.messages import (
     StepResult,
     SubmitRequest,
     SwitchStatus,
+    WorkerGone,
     WorkerHello,
+    WorkerStarted,
 )
 
 log = logging.getLogger(__name__)
@@ -70,15 +73,19 @@ class EngineCore:
         self._times = StepTimes()
         self._turns = Turns()
         self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
+        control = control or NullControlWords()
+        self._watch = Watch(control, start.hang_s)
+        self._expected = dict(enumerate(start.workers or (1,) * start.devices))
+        """Incarnation of each device's worker that was started last, 0 for none."""
         first_id = 1 + (start.incarnation - 1) * EPOCHS_PER_INCARNATION
         self.fleet = Fleet(
             start,
             quota=quota_rule(self.pool.total, start.devices, self._cap),
             comms=CommunicatorPool(start.comm_slots, first_id),
-            control=control or NullControlWords(),
+            control=control,
             book=self.book,
             clock=clock,
-            send=lambda device, body: self.to_workers.append((device, body)),
+            send=self._to_worker,
             lost=self.to_server.append,
         )
         try:
@@ -90,7 +97,11 @@ class EngineCore:
         self._cost = StepCost()
         self._ledger = StepLedger()
         self._ready = False
-        self._next_snapshot_s = clock.now()
+        self._next_snapshot_s = self._next_look_s = clock.now()
+        if start.incarnation > 1:
+            for device, incarnation in self._expected.items():
+                if incarnation:
+                    self._watch.expect_hello(device, clock.now() + max(HELLO_AGAIN_S, start.hang_s))
         self._stop_at: float | None = None
 
     # ------------------------------------------------------------ in
@@ -108,6 +119,11 @@ class EngineCore:
                 self.layouts.cancel(body)
             case Shutdown():
                 self._stop_at = self._clock.now() + body.drain_s
+            case WorkerGone():
+                self._on_gone(body)
+            case WorkerStarted():
+                self._expected[body.device] = body.incarnation
+                self._watch.expect_hello(body.device, self._clock.now() + HELLO_S)
             case _:
                 raise ProtocolError(f"{type(body).__name__} is no message of a server")
 
@@ -128,15 +144,25 @@ class EngineCore:
                 if domain is not None and domain.state != "failed":
                     self._fail(domain, f"rank {body.rank} of {domain.placed}: {body.error}")
             case WorkerHello():
+                self._watch.on_hello(device)
                 for domain in self.fleet.on_hello(body):
-                    self._fail(domain, f"the worker of device {device} was replaced")
+                    self._fail(domain, f"the worker of device {device} was replaced", worker_lost=True)
             case _:
                 raise ProtocolError(f"{type(body).__name__} is no message of a worker")
 
-    def on_worker_gone(self, device: int, reason: str) -> None:
-        """The link to a worker is of no use any more."""
-        for domain in self.fleet.gone(device, reason):
-            self._fail(domain, reason)
+    def lose_worker(self, device: int, reason: str) -> None:
+        """A worker hangs, or its link is of no use any more: the supervisor must replace it."""
+        self._watch.forget(device)
+        if device not in self.fleet.incarnations:
+            self.fleet.lose_unheard(device, self._expected[device], reason)
+        for domain in self.fleet.lose(device, reason):
+            self._fail(domain, f"the worker of device {device}: {reason}", worker_lost=True)
+
+    def _on_gone(self, message: WorkerGone) -> None:
+        if self._expected[message.device] == message.incarnation:
+            self._watch.forget(message.device)
+        for domain in self.fleet.reaped(message.device, message.incarnation):
+            self._fail(domain, f"the worker of device {message.device}: {message.reason}", worker_lost=True)
 
     # ------------------------------------------------------------ a turn
 
@@ -145,7 +171,9 @@ class EngineCore:
         began = perf_counter()
         now = self._clock.now()
         self.book.expire(now)
-        self.fleet.check_timeouts()
+        if now >= self._next_look_s:
+            self._next_look_s = now + LOOK_S
+            self._look(now)
         self.layouts.advance()
         self._admission.admit(self.book.waiting)
         for domain, sharers in self._turns.order(self._live()):
@@ -170,7 +198,6 @@ class EngineCore:
             self._next_snapshot_s,
             self.book.next_deadline(),
             self.layouts.next_deadline(),
-            self.fleet.next_timeout(),
             self._stop_at,
         ]
         return min(deadline for deadline in deadlines if deadline is not None)
@@ -226,9 +253,21 @@ class EngineCore:
         if plan is None:
             return False
         for device in domain.devices:
-            self.to_workers.append((device, plan))
+            self._to_worker(device, plan)
         self._turns.planned(domain, domain.in_flight[-1])
         return True
+
+    def _to_worker(self, device: int, body: Body) -> None:
+        self.to_workers.append((device, body))
+        self._watch.sent(device)
+
+    def _look(self, now: float) -> None:
+        """Find hanging workers. Every snapshot is a turn, so this runs often enough without a deadline."""
+        verdict = self._watch.look(self.fleet.domains.values(), now)
+        for device, reason in verdict.lost:
+            self.lose_worker(device, reason)
+        for domain, reason in verdict.stuck:
+            self._fail(domain, reason, worker_lost=True)
 
     def _on_result(self, result: StepResult) -> None:
         began = perf_counter()
@@ -252,10 +291,10 @@ class EngineCore:
     def _preempt(self, request: Request) -> None:
         self.book.detach(request, Detach.PREEMPT)
 
-    def _fail(self, domain: Domain, error: str) -> None:
+    def _fail(self, domain: Domain, error: str, *, worker_lost: bool = False) -> None:
         log.warning("domain %s (%s) failed: %s", domain.id, domain.placed, error)
         self.fleet.fail(domain)
-        self.layouts.on_failed(domain, error)
+        self.layouts.on_failed(domain, error, worker_lost=worker_lost)
         self._next_snapshot_s = self._clock.now()
 
     def _on_status(self, status: SwitchStatus) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from dynamictp.clock import Clock
 from dynamictp.engine.comms import ABORTED, FREE, LIVE, CommunicatorPool, ControlWords, Key
@@ -23,8 +23,6 @@ from dynamictp.messages import (
     WorkerLost,
 )
 
-CLOSE_TIMEOUT_S = 5.0
-"""A member that has not left a failed domain by then is reported lost."""
 EPOCHS_PER_INCARNATION = 1 << 20
 """Epochs and communicator ids of an engine's life do not meet those of the next one."""
 _NO_COMM = CommHandle(-1, -1)
@@ -65,11 +63,18 @@ class Fleet:
         self._lost = lost
         self._next_epoch = 1 + (start.incarnation - 1) * EPOCHS_PER_INCARNATION
         self._reported: set[tuple[int, int]] = set()
+        # A worker of an earlier engine's domains may still write pages until it says hello or is reaped.
+        there = start.workers or (1,) * start.devices
+        self._unheard = {device for device, incarnation in enumerate(there) if incarnation}
 
     @property
     def complete(self) -> bool:
         """Every device has a worker."""
         return len(self.incarnations) == self.devices
+
+    def has_workers(self, devices: Iterable[int]) -> bool:
+        """Each of the devices has a worker."""
+        return all(device in self.incarnations for device in devices)
 
     def live(self) -> Iterator[Domain]:
         """Domains that serve or drain."""
@@ -85,9 +90,9 @@ class Fleet:
         return domain
 
     def can_open(self, domains: list[Domain]) -> bool:
-        """Their workers are there and so is a communicator for each."""
-        there = all(device in self.incarnations for domain in domains for device in domain.devices)
-        return there and len(domains) <= self._comms.room
+        """Their workers are there and so is a communicator for each; no worker is left from before."""
+        there = all(self.has_workers(domain.devices) for domain in domains)
+        return there and not self._unheard and len(domains) <= self._comms.room
 
     def open(self, domain: Domain) -> None:
         """Have the members build views, then join the communicator. Needs `can_open`."""
@@ -168,12 +173,16 @@ class Fleet:
         known = self.incarnations.get(message.device)
         if known is not None and message.incarnation <= known:
             return []
+        self._unheard.discard(message.device)
         self.incarnations[message.device] = message.incarnation
         self._comms.forget(message.device)
         return self._left_by(message.device, message.incarnation)
 
-    def gone(self, device: int, reason: str) -> list[Domain]:
-        """The worker can't be used any more: report it lost. Its domains, to be failed."""
+    def lose(self, device: int, reason: str) -> list[Domain]:
+        """The worker can't be used any more: report it lost. Its domains, to be failed.
+
+        It may still touch memory, so what it held stays in quarantine until it is reaped.
+        """
         incarnation = self.incarnations.pop(device, None)
         if incarnation is None:
             return []
@@ -181,27 +190,22 @@ class Fleet:
         self._comms.forget(device)
         return [d for d in tuple(self.domains.values()) if device in d.devices and d.state != "failed"]
 
-    def check_timeouts(self) -> None:
-        """Report members that have not left a failed domain in time: they hang or are dead."""
-        now = self._clock.now()
-        for domain in self.domains.values():
-            if domain.state == "failed" and now >= domain.retired_s + CLOSE_TIMEOUT_S:
-                for rank, device in enumerate(domain.devices):
-                    if rank not in domain.closed_by:
-                        reason = f"did not leave the failed domain {domain.id} in {CLOSE_TIMEOUT_S:g} s"
-                        self._report_lost(device, domain.incarnations[rank], reason)
+    def lose_unheard(self, device: int, incarnation: int, reason: str) -> None:
+        """A worker that never said hello is of no use either."""
+        self._report_lost(device, incarnation, reason)
+
+    def reaped(self, device: int, incarnation: int) -> list[Domain]:
+        """The supervisor has reaped that life of the device's worker. Its domains, to be failed."""
+        if self.incarnations.get(device, 0) > incarnation:
+            return []
+        self._unheard.discard(device)
+        self.incarnations.pop(device, None)
+        self._comms.forget(device)
+        return self._left_by(device, incarnation + 1)
 
     def worked(self, domain: Domain, seconds: float) -> None:
         for device in domain.devices:
             self.busy_s[device] += seconds
-
-    def next_timeout(self) -> float | None:
-        ends = [
-            domain.retired_s + CLOSE_TIMEOUT_S
-            for domain in self.domains.values()
-            if domain.state == "failed" and self._unreported(domain)
-        ]
-        return min(ends, default=None)
 
     def held_blocks(self) -> Iterator[list[Block]]:
         """Blocks of every request that has some, and those in quarantine."""
@@ -231,11 +235,6 @@ class Fleet:
                 # A closed one too: its other members may wait for the dead one in a queued proof.
                 dead.append(domain)
         return dead
-
-    def _unreported(self, domain: Domain) -> bool:
-        members = zip(domain.devices, domain.incarnations, strict=True)
-        waiting = [m for rank, m in enumerate(members) if rank not in domain.closed_by]
-        return any(member not in self._reported for member in waiting)
 
     def _report_lost(self, device: int, incarnation: int, reason: str) -> None:
         if (device, incarnation) not in self._reported:

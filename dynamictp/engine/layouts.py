@@ -23,7 +23,7 @@ from dynamictp.messages import (
 )
 
 REMEMBERED_SWITCHES = 256
-REBUILD_BACKOFF_S = 0.1
+REBUILD_BACKOFF_S = 0.05
 REBUILD_BACKOFF_MAX_S = 30.0
 START_ATTEMPTS = 3
 
@@ -140,12 +140,15 @@ class LayoutManager:
         if domain is not None and domain.state == "preparing" and message.rank == 0:
             domain.become("ready")
 
-    def on_failed(self, domain: Domain, error: str) -> None:
-        """A domain failed (the fleet has taken it apart): what that means for the switches."""
-        now = self._clock.now()
-        self._failures += 1
-        backoff = REBUILD_BACKOFF_S * 2.0 ** min(self._failures, 16)
-        self._rebuild_at = now + min(REBUILD_BACKOFF_MAX_S, backoff)
+    def on_failed(self, domain: Domain, error: str, *, worker_lost: bool) -> None:
+        """A domain failed (the fleet has taken it apart): what that means for the switches.
+
+        For a lost worker there is no back-off: the supervisor takes care when it starts the next one.
+        """
+        if not worker_lost:
+            backoff = REBUILD_BACKOFF_S * 2.0 ** min(self._failures, 16)
+            self._failures += 1
+            self._rebuild_at = self._clock.now() + min(REBUILD_BACKOFF_MAX_S, backoff)
         current = self._current
         if current is not None and domain in (*current.opening, *current.reviving):
             if domain in current.reviving:
@@ -153,7 +156,7 @@ class LayoutManager:
             else:
                 current.opening.remove(domain)
             self._abandon(current, "failed", error)
-        if not self.started and self._failures >= START_ATTEMPTS:
+        if not worker_lost and not self.started and self._failures >= START_ATTEMPTS:
             raise FatalError(f"the first layout {self.observed} does not open: {error}")
 
     def on_progress(self) -> None:
@@ -282,13 +285,18 @@ class LayoutManager:
             self._report(switch)
 
     def _rebuild(self, now: float) -> None:
-        """Open what the observed layout misses, once all workers are there."""
-        if now < self._rebuild_at or not self._missing(self.observed) or not self._fleet.complete:
+        """Open what the observed layout misses: at the start once all workers are there, later whatever has
+        its workers."""
+        missing = self._missing(self.observed)
+        if now < self._rebuild_at or not any(self._fleet.has_workers(placed.devices) for placed in missing):
+            return
+        if not self.started and not self._fleet.complete:
             return
         if any(domain.state == "failed" for domain in self._fleet.domains.values()):
             return
         switch = Switch("", self.observed, self.observed, "rebuild" if self.started else "start", 0.0, now)
         self._compare(switch)
+        switch.opening = [d for d in switch.opening if self._fleet.has_workers(d.devices)]
         self._current = switch
 
     def _abandon(self, switch: Switch, outcome: Outcome, error: str | None) -> None:
@@ -317,9 +325,10 @@ class LayoutManager:
         kept = set(switch.target.domains)
         return [d for d in self._fleet.live() if d.state == "serving" and d.placed not in kept]
 
-    def _missing(self, layout: Layout) -> bool:
+    def _missing(self, layout: Layout) -> list[PlacedShape]:
+        """What of the layout no domain serves."""
         served = {domain.placed for domain in self._fleet.live() if domain.state == "serving"}
-        return any(placed not in served for placed in layout.domains)
+        return [placed for placed in layout.domains if placed not in served]
 
     def _keepable(self) -> list[Domain]:
         """Domains a target may keep: serving ones first, those with most requests first."""

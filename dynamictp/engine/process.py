@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -17,10 +16,11 @@ import zmq
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.engine.comms import ControlWords
 from dynamictp.engine.core import EngineCore
+from dynamictp.engine.links import WorkerLinks
 from dynamictp.errors import DomainError, ProtocolError
-from dynamictp.messages import EngineStart, SwitchStatus
+from dynamictp.messages import EngineStart, SwitchStatus, WorkerGone, WorkerStarted
 from dynamictp.process import die_with_parent, ignore_interrupt
-from dynamictp.transport import ZmqLink, zmq_link
+from dynamictp.transport import ZmqLink, engine_address, zmq_link
 from dynamictp.worker.comm.control import ControlBlock, open_control
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ class SharedControlWords:
     def set(self, slot: int, epoch: int, state: Literal[0, 1, 2]) -> None:
         self._block.set_control(slot, epoch, state)
 
+    def progress(self, device: int) -> tuple[int, int, int, float]:
+        return self._block.progress(device)
+
 
 def map_control(descriptor: int, slots: int, devices: int) -> ControlWords:
     """Control words in the memory behind the descriptor. The block keeps the mapping alive."""
@@ -47,10 +50,18 @@ def map_control(descriptor: int, slots: int, devices: int) -> ControlWords:
 
 
 class EngineLoop:
-    """Owner of the engine's links. Blocks until a message is there or a deadline of the core has come."""
+    """Joins the core to server and workers. Blocks until a message is there or a deadline of the core has
+    come."""
 
     def __init__(
-        self, core: EngineCore, server: ZmqLink, workers: Sequence[ZmqLink], clock: Clock, *, check: bool
+        self,
+        core: EngineCore,
+        server: ZmqLink,
+        workers: WorkerLinks,
+        poller: zmq.Poller,
+        clock: Clock,
+        *,
+        check: bool,
     ) -> None:
         self._core = core
         self._server = server
@@ -58,9 +69,7 @@ class EngineLoop:
         self._clock = clock
         self._check_always = check
         self._check_due = False
-        self._poller = zmq.Poller()
-        for link in (server, *workers):
-            self._poller.register(link.socket, zmq.POLLIN)
+        self._poller = poller
 
     def run(self) -> None:
         """Until a `Shutdown` is carried out. Raises `FatalError` when the first layout does not open."""
@@ -77,14 +86,25 @@ class EngineLoop:
 
     def _receive(self) -> None:
         while (body := self._server.receive()) is not None:
+            match body:
+                case WorkerStarted():
+                    self._workers.open(body.device, body.incarnation)
+                case WorkerGone():
+                    # What it finished counts.
+                    self._receive_from(body.device)
+                    self._workers.close(body.device, body.incarnation)
             self._core.on_server(body)
-        for device, link in enumerate(self._workers):
-            try:
-                while (body := link.receive()) is not None:
-                    self._core.on_worker(device, body)
-            except ProtocolError as error:
-                log.warning("link to the worker of device %d: %s", device, error)
-                self._core.on_worker_gone(device, str(error))
+        for device in self._workers:
+            self._receive_from(device)
+
+    def _receive_from(self, device: int) -> None:
+        try:
+            while (body := self._workers.receive(device)) is not None:
+                self._core.on_worker(device, body)
+        except ProtocolError as error:
+            log.warning("link to the worker of device %d: %s", device, error)
+            self._workers.close(device)
+            self._core.lose_worker(device, str(error))
 
     def _send(self) -> None:
         gone: dict[int, str] = {}
@@ -92,7 +112,7 @@ class EngineLoop:
             if device in gone:
                 continue
             try:
-                self._workers[device].send(body)
+                self._workers.send(device, body)
             except DomainError as error:
                 gone[device] = str(error)
         self._core.to_workers.clear()
@@ -104,27 +124,28 @@ class EngineLoop:
         self._check_due = self._check_due or self._check_always
         for device, reason in gone.items():
             log.warning("the worker of device %d is gone: %s", device, reason)
-            self._core.on_worker_gone(device, reason)
+            self._core.lose_worker(device, reason)
 
 
 def run_engine(start: EngineStart, sockets: Path, control: ControlWords, clock: Clock | None = None) -> None:
-    """Serve until a `Shutdown`. Binds `worker-<device>.sock` in `sockets` and connects to `engine.sock`."""
+    """Serve until a `Shutdown`. Listens in `sockets` for the server and for each worker's life."""
     clock = clock or SystemClock()
     context = zmq.Context[zmq.Socket[bytes]](1)
+    poller = zmq.Poller()
     incarnation = start.incarnation
-    links: list[ZmqLink] = []
+    workers = WorkerLinks(context, poller, sockets, incarnation)
+    server = zmq_link(context, engine_address(sockets, incarnation), bind=True, incarnation=incarnation)
     try:
-        for device in range(start.devices):
-            address = f"ipc://{sockets}/worker-{device}.sock"
-            links.append(zmq_link(context, address, bind=True, incarnation=incarnation))
-        server = zmq_link(context, f"ipc://{sockets}/engine.sock", bind=False, incarnation=incarnation)
-        links.append(server)
+        poller.register(server.socket, zmq.POLLIN)
+        for device, worker in enumerate(start.workers or (1,) * start.devices):
+            if worker:
+                workers.open(device, worker)
         core = EngineCore(start, clock, control)
         check = os.environ.get(CHECK_ENV) == "1"
-        EngineLoop(core, server, links[:-1], clock, check=check).run()
+        EngineLoop(core, server, workers, poller, clock, check=check).run()
     finally:
-        for link in links:
-            link.close()
+        workers.close_all()
+        server.close()
         context.term()
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dynamictp.engine.domain import Domain
 
 NUMERICS = "exact"
+SUSPECT_CRASHES = 2
 
 
 class Detach(Enum):
@@ -93,8 +94,9 @@ class Request:
         self.handovers = 0
         self.recomputes = 0
         self.crashes = 0
-        """Domains that failed while it ran, one after the other, without a token in between."""
+        """Domains that failed while it ran, one after the other, without getting on in between."""
         self.crashed_at = 0
+        """Most tokens that were computed when one failed."""
 
     @property
     def length(self) -> int:
@@ -104,6 +106,11 @@ class Request:
     @property
     def output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def suspect(self) -> bool:
+        """It may be the cause of crashes: its next step has no other request in it."""
+        return self.crashes >= SUSPECT_CRASHES
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -26,7 +26,8 @@ from dynamictp.messages import (
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 MAX_CRASHES = 3
-"""A request that ran in so many failed domains without getting on ends with an error: it may be the cause."""
+"""A request that ran in so many failed domains without getting on ends with an error. In the last one it ran
+alone (`Request.suspect`), so it is the cause, or very unlucky."""
 
 
 class RequestBook:
@@ -132,6 +133,8 @@ class RequestBook:
         request = work.request
         request.in_flight -= 1
         request.computed = work.start + work.count
+        if request.crashes and request.computed > request.crashed_at:
+            request.crashes = 0
         if request.served is None:
             request.ran_on(domain)
         if request.computed // self._page_tokens > request.entered:
@@ -214,8 +217,8 @@ class RequestBook:
             return
         request.detach = None
         if crashed:
-            request.crashes = 1 + (request.crashes if request.crashed_at == len(request.tokens) else 0)
-            request.crashed_at = len(request.tokens)
+            request.crashes += 1
+            request.crashed_at = max(request.crashed_at, request.computed)
         if request.crashes >= MAX_CRASHES:
             self._end(request, "error", f"its domain failed {request.crashes} times while it ran")
         else:

@@ -87,10 +87,23 @@ class Scheduler:
         A step may be planned while the one before is in flight: its rows decode the token which that one
         will sample. `alone`: no other domain has work on its devices.
         """
+        requests = list(domain.running)
+        suspects = [request for request in requests if request.suspect]
+        if suspects:
+            # One that may be the cause of crashes has its step to itself, so that the next crash tells.
+            if domain.in_flight:
+                return None
+            plan = self._plan(domain, suspects[:1], alone)
+            if plan is not None:
+                return plan
+            requests = [request for request in requests if not request.suspect]
+        return self._plan(domain, requests, alone)
+
+    def _plan(self, domain: Domain, requests: list[Request], alone: bool) -> StepPlan | None:
         limits = self._limits
         draft = _Draft()
         prefilling: list[Request] = []
-        for request in tuple(domain.running):
+        for request in requests:
             left = request.length - request.planned
             if left > 1:
                 prefilling.append(request)

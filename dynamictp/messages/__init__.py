@@ -26,7 +26,9 @@ from dynamictp.messages.serving import (
     SubmitRequest,
     SwitchStatus,
     TokenEvent,
+    WorkerGone,
     WorkerLost,
+    WorkerStarted,
 )
 from dynamictp.messages.start import (
     ArenaFacts,
@@ -97,8 +99,10 @@ __all__ = [
     "SwitchStatus",
     "TokenEvent",
     "TokenLogprobs",
+    "WorkerGone",
     "WorkerHello",
     "WorkerLost",
+    "WorkerStarted",
     "pack_tokens",
     "unpack_tokens",
 ]
@@ -111,6 +115,8 @@ Body = (
     | SetLayout
     | CancelSwitch
     | Shutdown
+    | WorkerGone
+    | WorkerStarted
     | EngineReady
     | Outputs
     | SwitchStatus

@@ -185,3 +185,18 @@ class WorkerLost(Message, frozen=True):
     device: int
     incarnation: int
     reason: str
+
+
+class WorkerGone(Message, frozen=True):
+    """The supervisor has reaped a worker: it touches no memory any more."""
+
+    device: int
+    incarnation: int
+    reason: str
+
+
+class WorkerStarted(Message, frozen=True):
+    """The supervisor starts a worker's next life. Its link is a new one; its `WorkerHello` follows."""
+
+    device: int
+    incarnation: int

@@ -34,3 +34,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     prefix_cache: bool = True
     comm_slots: int = 1
     incarnation: int = 1
+    hang_s: float = 2.0
+    """A worker that owes an answer and makes no progress for so long hangs, unless its step is a long one."""
+    workers: tuple[int, ...] = ()
+    """Incarnation of each device's worker, 0 where there is none now; empty: the first one of each."""

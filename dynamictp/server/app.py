@@ -17,6 +17,7 @@ import dynamictp
 from dynamictp.errors import CapacityError, DynamicTPError
 from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
+from dynamictp.server.engine_client import CLOSED_RETRY_S
 from dynamictp.server.openai_routes import OpenAIRoutes
 from dynamictp.server.service import Service
 
@@ -34,6 +35,8 @@ def create_app(service: Service, *, api: bool = True, admin: bool = True) -> Fas
     async def ready(request: Request) -> Response:
         if service.client.failure is not None:
             raise CapacityError(f"the engine has failed: {service.client.failure}", retry_after_s=10)
+        if service.client.closed is not None:
+            raise CapacityError(service.client.closed, retry_after_s=CLOSED_RETRY_S)
         if not service.client.is_ready:
             raise CapacityError("the engine is not ready yet")
         return json_response({"status": "ready", "layout": service.observed})

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 _M = TypeVar("_M")
 
+CLOSED_RETRY_S = 10
+"""When a client may try again that a stopping server refused: its successor may be up by then."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -108,6 +111,12 @@ class EngineClient:
         self.snapshot: Snapshot | None = None
         self.failure: str | None = None
         """Why the engine will not come back."""
+        self.layout = ""
+        """The last committed layout, as far as the engine said so; empty before the first time."""
+        self.heard_s = 0.0
+        """When the engine last said something, or was attached."""
+        self._closed: str | None = None
+        self._idle = asyncio.Event()
         self.dropped_events = 0
         """Token events that were late, repeated or out of order."""
         self.on_link_lost: Callable[[str], None] = lambda reason: None
@@ -116,6 +125,7 @@ class EngineClient:
     def attach(self, link: Link) -> None:
         """Take messages from `link` from now on. Called in the event loop; replaces an earlier link."""
         self.detach()
+        self.heard_s = self._clock.now()
         self._link.attach(link)
 
     def detach(self) -> None:
@@ -162,10 +172,27 @@ class EngineClient:
 
     # ------------------------------------------------------------ requests
 
+    def close_admission(self, reason: str) -> None:
+        """Take no more requests; those that live go on."""
+        self._closed = reason
+
+    @property
+    def closed(self) -> str | None:
+        """Why no more requests are taken."""
+        return self._closed
+
+    async def wait_idle(self) -> None:
+        """Returns when no request lives."""
+        while self._live:
+            self._idle.clear()
+            await self._idle.wait()
+
     def check_room(self, count: int) -> None:
         """Raises `CapacityError` when `count` more requests can't be taken."""
         if self.failure is not None:
             raise CapacityError(f"the engine has failed: {self.failure}", retry_after_s=10)
+        if self._closed is not None:
+            raise CapacityError(self._closed, retry_after_s=CLOSED_RETRY_S)
         if self.engine is None:
             raise CapacityError("the model is still loading; try again when /ready answers 200")
         if len(self._live) + count > self._max_live:
@@ -194,7 +221,7 @@ class EngineClient:
 
     def cancel(self, request_id: str) -> None:
         """Forget a request; nothing more reaches its sink. Unknown ids are fine: it had ended."""
-        live = self._live.pop(request_id, None)
+        live = self._remove(request_id)
         if live is not None:
             self.send(CancelRequest(request_id, live.attempt))
 
@@ -235,17 +262,22 @@ class EngineClient:
     # ------------------------------------------------------------ engine → server
 
     def _handle(self, body: Body) -> None:
+        self.heard_s = self._clock.now()
         match body:
             case Outputs():
                 self._on_outputs(body)
             case Snapshot():
                 self.snapshot = body
+                self.layout = body.layout
                 self._metrics.on_snapshot(body)
             case SwitchStatus():
+                if body.outcome in ("committed", "noop"):
+                    self.layout = body.to_layout
                 self._metrics.on_switch(body)
                 self._on_switch(body)
             case EngineReady():
                 self.engine = body
+                self.layout = body.layout
                 self.failure = None
                 self._ready.set()
             case WorkerLost():
@@ -302,9 +334,15 @@ class EngineClient:
         self._guarded(live, live.sink.on_end, ended)
 
     def _forget(self, live: LiveRequest, reason: str) -> None:
-        if self._live.pop(live.request_id, None) is not None and reason != "error":
+        if self._remove(live.request_id) is not None and reason != "error":
             tp = live.served.tp if live.served is not None else 0
             self._metrics.on_finish(reason, tp, self._clock.now() - live.arrival_s)
+
+    def _remove(self, request_id: str) -> LiveRequest | None:
+        live = self._live.pop(request_id, None)
+        if not self._live:
+            self._idle.set()
+        return live
 
     def _guarded(self, live: LiveRequest, call: Callable[[_M], bool | None], message: _M) -> bool:
         """One request's failing must not reach the others: it ends alone, with a 500."""
@@ -312,7 +350,7 @@ class EngineClient:
             return bool(call(message))
         except Exception:
             log.exception("request %s: its output could not be handled", live.request_id)
-            if self._live.pop(live.request_id, None) is not None:
+            if self._remove(live.request_id) is not None:
                 self.send(CancelRequest(live.request_id, live.attempt))
                 live.sink.on_end(Ended("error", message="internal error while producing the output"))
             return False

@@ -27,6 +27,7 @@ from dynamictp.model.weights import plan_weights
 from dynamictp.server.app import create_app
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
+from dynamictp.server.recovery import Recovery
 from dynamictp.server.requests import SamplingDefaults, parse_sampling_defaults
 from dynamictp.server.run import ServerRunner
 from dynamictp.server.service import DeviceInfo, Service
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 def serve_forever(config: ServeConfig) -> None:
-    """Serve until SIGTERM (exit 0) or Ctrl-C (exit 130). Raises `FatalError` with the exit code to use."""
+    """Serve until SIGTERM (drains, exit 0) or Ctrl-C (exit 130). Raises `FatalError` with the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Its lines of starting and stopping repeat what `say` tells.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -67,7 +68,8 @@ class _Launch:
     async def run(self) -> int:
         """Start, serve, stop; the exit code."""
         config = self._config
-        interrupted = self._catch_signals()
+        stop = StopSignals()
+        interrupted = stop.end
         source = open_model(config.model)
         kernels = choose_kernels(
             config.kernels, source.facts, config.page_tokens, native_only=_native_only(config)
@@ -99,7 +101,7 @@ class _Launch:
                 _raise_failure(supervisor, interrupted)
             else:
                 service.client.attach(link)
-                await self._serve(service, plan, supervisor, interrupted, port)
+                await self._serve(service, plan, supervisor, stop, port)
         finally:
             service.client.fail_all("the server is shutting down")
             await runner.stop()
@@ -112,13 +114,13 @@ class _Launch:
         service: Service,
         plan: NodePlan,
         supervisor: Supervisor,
-        interrupted: asyncio.Future[int],
+        stop: StopSignals,
         port: int,
     ) -> None:
-        """From the attached engine to the end; raises `FatalError` when a child ends on its own."""
-        ready = await _first(service.client.wait_ready(), interrupted, supervisor.failed)
+        """From the attached engine to the end; raises `FatalError` when a child ends for good."""
+        ready = await _first(service.client.wait_ready(), stop.end, supervisor.failed)
         if ready is not None:
-            # Not before the children are started: they would inherit it and could not take it back.
+            # This thread only: the supervisor's, which starts the next children, keeps its priority.
             os.setpriority(os.PRIO_PROCESS, 0, SERVING_NICE)
             seconds = time.monotonic() - self._started
             say(
@@ -128,9 +130,31 @@ class _Launch:
             )
             host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
             click.echo(f"DynamicTP ready: http://{host}:{port}")
-            either: tuple[asyncio.Future[Any], ...] = (interrupted, supervisor.failed)
+            await self._keep_alive(service, supervisor, stop)
+        _raise_failure(supervisor, stop.end)
+
+    async def _keep_alive(self, service: Service, supervisor: Supervisor, stop: StopSignals) -> None:
+        """Serve, then drain: returns when the server is to end."""
+        recovery = Recovery(service.client, service.switches, service.clock, hang_s=self._config.hang_s)
+        supervisor.keep_alive(recovery)
+        drain = stop.drain_first()
+        watching = asyncio.create_task(recovery.watch(supervisor.kill_engine))
+        try:
+            either: tuple[asyncio.Future[Any], ...] = (drain, stop.end, supervisor.failed)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        _raise_failure(supervisor, interrupted)
+            if drain.done() and not stop.end.done():
+                say(f"draining: {service.client.live} requests may take {self._config.drain_s:g} s more")
+                service.client.close_admission("the server is shutting down")
+                await _first(self._drained(service), stop.end, supervisor.failed)
+                stop.finish(0)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _drained(self, service: Service) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_s):
+                await service.client.wait_idle()
 
     def _service(self, source: ModelSource, plan: NodePlan, supervisor: Supervisor) -> Service:
         config = self._config
@@ -148,21 +172,38 @@ class _Launch:
             mode=config.mode,
             defaults=_defaults(config, source),
             device_info=device_info,
+            on_worker_lost=lambda lost: supervisor.kill_worker(lost.device, lost.incarnation, lost.reason),
         )
 
-    def _catch_signals(self) -> asyncio.Future[int]:
-        """Set to the exit code by the first SIGTERM or SIGINT."""
+
+class StopSignals:
+    """SIGINT ends the server. So does SIGTERM, except that the first one after `drain_first` only asks for a
+    drain."""
+
+    def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        interrupted: asyncio.Future[int] = loop.create_future()
+        self.end: asyncio.Future[int] = loop.create_future()
+        """The exit code, once the server is to end."""
+        self._drain: asyncio.Future[None] | None = None
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        loop.add_signal_handler(signal.SIGINT, self.finish, INTERRUPTED)
 
-        def stop(code: int) -> None:
-            if not interrupted.done():
-                say("stopping")
-                interrupted.set_result(code)
+    def drain_first(self) -> asyncio.Future[None]:
+        """Done at the next SIGTERM."""
+        self._drain = asyncio.get_running_loop().create_future()
+        return self._drain
 
-        loop.add_signal_handler(signal.SIGTERM, stop, 0)
-        loop.add_signal_handler(signal.SIGINT, stop, INTERRUPTED)
-        return interrupted
+    def finish(self, code: int) -> None:
+        """The first one counts."""
+        if not self.end.done():
+            say("stopping")
+            self.end.set_result(code)
+
+    def _terminate(self) -> None:
+        if self._drain is None or self._drain.done():
+            self.finish(0)
+        else:
+            self._drain.set_result(None)
 
 
 async def _first(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> T | None:

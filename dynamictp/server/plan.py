@@ -17,7 +17,8 @@ from dynamictp.server.switches import check_layout
 KV_FRACTION = 0.25
 KV_DEFAULT_LIMIT = 8 * GIB
 RUNTIME_BYTES_PER_PROCESS = 300 << 20
-"""Resident memory of one worker beyond weights and pages: interpreter, torch, buffers (measured)."""
+"""Resident memory of one worker beyond weights and pages: interpreter, torch, buffers (measured). One worker
+more than there are devices stands by."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def _arena(
     config: ServeConfig, spec: KVSpec, weight_bytes: int, devices: int, available_bytes: int
 ) -> tuple[int, int]:
     """(bytes, pages) of the KV arena, checked against what is available."""
-    fixed = weight_bytes + devices * RUNTIME_BYTES_PER_PROCESS
+    runtime = (devices + 1) * RUNTIME_BYTES_PER_PROCESS
+    fixed = weight_bytes + runtime
     if config.kv_memory:
         wanted = parse_size(config.kv_memory)
     else:
@@ -95,7 +97,7 @@ def _arena(
     if fixed + wanted > available_bytes:
         raise ResourceError(
             f"not enough memory: weights {weight_bytes / GIB:.2f} GiB, {devices} workers "
-            f"{devices * RUNTIME_BYTES_PER_PROCESS / GIB:.2f} GiB and KV pages {wanted / GIB:.2f} GiB exceed "
+            f"and a spare {runtime / GIB:.2f} GiB and KV pages {wanted / GIB:.2f} GiB exceed "
             f"the {available_bytes / GIB:.2f} GiB available; use a smaller model or --kv-memory"
         )
     pages = spec.arena_pages(wanted)

@@ -1,4 +1,4 @@
-"""The supervisor: creates the shared memory, starts loader, engine and workers, and ends them.
+"""The supervisor: creates the shared memory, starts loader, engine and workers, and keeps them alive.
 
 It owns the child processes and the memory; the engine owns what runs on them. Children die with it.
 """
@@ -6,100 +6,316 @@ It owns the child processes and the memory; the engine owns what runs on them. C
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import tempfile
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import IO
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import zmq
 
+from dynamictp.clock import Clock, SystemClock
 from dynamictp.config import ServeConfig
 from dynamictp.errors import ConfigError, FatalError, ModelRefused, ResourceError
-from dynamictp.messages import EngineStart
+from dynamictp.messages import Body, EngineStart, WorkerGone, WorkerStarted
 from dynamictp.model.weights import WeightIndex
-from dynamictp.server.child import Child
+from dynamictp.server.child import Child, Spawner, describe_end, end_children
+from dynamictp.server.crash_budget import CrashBudget
+from dynamictp.server.loading import load_weights
 from dynamictp.server.plan import NodePlan
 from dynamictp.server.shared_memory import SharedMemory
-from dynamictp.transport import ZmqLink, zmq_link
+from dynamictp.server.socket_folder import SocketFolder
+from dynamictp.server.stopped import StoppedProcesses
+from dynamictp.server.worker_pool import WorkerPool
+from dynamictp.transport import ZmqLink, engine_address, zmq_link
+from dynamictp.worker.comm.control import ControlState, open_control
 from dynamictp.worker.comm.control import bytes_needed as control_bytes
 from dynamictp.worker.start import WorkerStart, exchange_slot_bytes
 
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
+STOPPED_SHARE = 0.5
+"""Share of `hang_s` that a child may be stopped."""
+LOOK_S = 0.25
 SPIN = 2000
 """Polls of a barrier before it yields, when every rank has a core of its own (measured)."""
 
 _REFUSALS = (ConfigError, ModelRefused, ResourceError)
 
 
+class EngineUser(Protocol):
+    """Who talks to the engine: told when one is lost and when its successor can be talked to."""
+
+    @property
+    def layout(self) -> str:
+        """The last committed layout: the next engine begins with it."""
+
+    def send(self, body: Body) -> bool:
+        """Hand a message to the engine; False when there is none."""
+
+    def engine_lost(self, reason: str) -> None:
+        """Stop using the link."""
+
+    def engine_started(self, link: ZmqLink) -> None:
+        """Use this one; what is sent on it waits until the engine is there."""
+
+
 class Supervisor:
-    """Owner of the shared memory and of every child process of one server."""
+    """Owner of the shared memory and of every child process of one server.
+
+    Until `keep_alive` a child that ends ends the server. From then on it is replaced: `CrashBudget` says how
+    often.
+    """
 
     def __init__(
-        self, config: ServeConfig, plan: NodePlan, index: WeightIndex, kernel_level: str = ""
+        self,
+        config: ServeConfig,
+        plan: NodePlan,
+        index: WeightIndex,
+        kernel_level: str = "",
+        clock: Clock | None = None,
     ) -> None:
         """`kernel_level` is the native kernels', empty for torch; `index` has the layout that they read."""
         self._config = config
         self._plan = plan
         self._index = index
         self._kernel_level = kernel_level
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._clock = clock or SystemClock()
+        self._spawner = Spawner()
+        self._folder: SocketFolder | None = None
         self._context = zmq.Context[zmq.Socket[bytes]](1)
         self._memory: dict[str, SharedMemory] = {}
-        self._children: dict[str, Child] = {}
+        self._pool: WorkerPool | None = None
+        self._engine: Child | None = None
+        self._engine_incarnation = 1
+        self._engine_began_s = 0.0
+        self._link: ZmqLink | None = None
+        self._user: EngineUser | None = None
+        self._budgets: dict[str, CrashBudget] = {}
         self._stopping = False
         self.failed: asyncio.Future[FatalError] = asyncio.get_running_loop().create_future()
-        """Set when a child ends that should not have."""
+        """Set when a child has ended for good."""
 
     async def start(self, progress: Callable[[str], None]) -> ZmqLink:
         """Start everything; the returned link to the engine will carry `EngineReady`.
 
         Raises `ModelRefused` or `ResourceError`; `stop` must be called all the same.
         """
+        plan, config = self._plan, self._config
         self._create_memory()
-        self._folder = _socket_folder(self._plan.devices)
-        sockets = Path(self._folder.name)
-        link = zmq_link(self._context, f"ipc://{sockets}/engine.sock", bind=True, incarnation=1)
-        progress(f"starting engine and {self._plan.devices} worker(s)")
-        self._spawn_engine(sockets)
-        ready, gate = os.pipe()
-        try:
-            for device in range(self._plan.devices):
-                self._spawn_worker(device, sockets, ready)
-            progress(
-                f"loading {self._config.model} ({self._index.total_bytes / 1e6:.0f} MB, "
-                f"{self._index.weights or self._index.dtype})"
-            )
-            await self._load_weights()
-            # A byte for each worker. The pipe stays readable here, so this can't fail for one that has died.
-            os.write(gate, b"1" * self._plan.devices)
-        finally:
-            os.close(gate)
-            os.close(ready)
+        self._folder = SocketFolder(plan.devices)
+        pool = self._pool = WorkerPool(
+            self._worker_start,
+            devices=plan.devices,
+            folder=self._folder.path,
+            descriptors={name: memory.fd for name, memory in self._memory.items()},
+            spawner=self._spawner,
+            clock=self._clock,
+            on_ended=self._on_worker_ended,
+        )
+        progress(f"starting engine and {plan.devices} worker(s)")
+        for device in range(plan.devices):
+            pool.begin(device, self._engine_incarnation)
+        link = self._spawn_engine(str(plan.layout))
+        kind = self._index.weights or self._index.dtype
+        progress(f"loading {config.model} ({self._index.total_bytes / 1e6:.0f} MB, {kind})")
+        cores = len({core for cores in plan.cores for core in cores})
+        await load_weights(config.model, self._index, self._memory["weights"].fd, cores=cores)
+        for device in range(plan.devices):
+            pool.go(device)
         return link
+
+    def keep_alive(self, user: EngineUser) -> None:
+        """From now on replace what ends."""
+        self._user = user
+        if self._pool is not None and not self._stopping:
+            self._pool.keep_spare()
+        self._look_for_stopped(StoppedProcesses(STOPPED_SHARE * self._config.hang_s))
 
     async def stop(self) -> None:
         """End the children (politely, then not), free memory and sockets. May be called twice."""
         self._stopping = True
-        await _end(self._children.values(), STOP_S)
+        if self._pool is not None:
+            self._pool.close()
+        await end_children(self.children, STOP_S)
+        self._spawner.close()
         for memory in self._memory.values():
             memory.close()
         self._context.destroy(linger=0)
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
+            self._folder = None
+
+    @property
+    def children(self) -> list[Child]:
+        """Every child that has not ended."""
+        workers = self._pool.children if self._pool is not None else []
+        return [*workers, *((self._engine,) if self._engine is not None else ())]
 
     def pid(self, device: int) -> int | None:
         """Process id of a device's worker."""
-        child = self._children.get(f"worker {device}")
-        return child.pid if child is not None and child.running else None
+        return self._pool.pid(device) if self._pool is not None else None
 
-    # ------------------------------------------------------------ memory
+    def kill_worker(self, device: int, incarnation: int, reason: str) -> None:
+        """The engine has no use for that life of a worker any more: it hangs, or their link broke."""
+        log.warning("worker %d.%d is killed: %s", device, incarnation, reason)
+        if self._pool is not None:
+            self._pool.kill(device, incarnation)
+
+    def kill_engine(self, reason: str) -> None:
+        """The engine hangs, or the link to it broke."""
+        log.warning("the engine is killed: %s", reason)
+        if self._engine is not None:
+            self._engine.signal(signal.SIGKILL)
+
+    def _look_for_stopped(self, stopped: StoppedProcesses) -> None:
+        """Kill children that are stopped: progress words and silence tell later, and not in every phase."""
+        if self._stopping:
+            return
+        children = {child.pid: child for child in self.children if child.running}
+        for pid in stopped.look(children, self._clock.now()):
+            log.warning("%s is killed: it is stopped", children[pid].name)
+            children[pid].signal(signal.SIGKILL)
+        asyncio.get_running_loop().call_later(LOOK_S, self._look_for_stopped, stopped)
+
+    # ------------------------------------------------------------ workers
+
+    def _on_worker_ended(self, device: int, incarnation: int, code: int, lived_s: float) -> None:
+        reason = f"worker {device} ended with {describe_end(code)}"
+        if self._stopping or self.failed.done():
+            return
+        if self._user is None:
+            self._fail(f"worker {device}", code)
+            return
+        log.warning("%s after %.1f s", reason, lived_s)
+        # At once: its peers wait for it in a collective.
+        self._user.send(WorkerGone(device, incarnation, reason))
+        self._after_crash(f"worker {device}", code, lived_s, lambda: self._replace_worker(device))
+
+    def _replace_worker(self, device: int) -> None:
+        assert self._pool is not None
+        assert self._user is not None
+        incarnation = self._pool.begin(device, self._engine_incarnation)
+        self._user.send(WorkerStarted(device, incarnation))
+        self._pool.go(device)
+        self._pool.keep_spare()
+
+    def _worker_start(self, device: int, incarnation: int) -> WorkerStart:
+        plan, config = self._plan, self._config
+        return WorkerStart(
+            facts=plan.facts,
+            dtype=config.dtype,
+            index=self._index,
+            arena=plan.arena,
+            device=device,
+            devices=plan.devices,
+            incarnation=incarnation,
+            cores=plan.cores[device],
+            max_tokens=config.max_batched_tokens,
+            max_rows=config.max_num_seqs,
+            comm_slots=plan.comm_slots,
+            deadline_s=config.collective_deadline_s,
+            spin=0 if plan.oversubscribed else SPIN,
+            kernel_level=self._kernel_level,
+            threads=config.cores_per_device,
+        )
+
+    # ------------------------------------------------------------ engine
+
+    def _spawn_engine(self, layout: str) -> ZmqLink:
+        plan, config, incarnation = self._plan, self._config, self._engine_incarnation
+        assert self._folder is not None
+        assert self._pool is not None
+        folder = self._folder.path
+        start = EngineStart(
+            facts=plan.facts,
+            arena=plan.arena,
+            devices=plan.devices,
+            layout=layout,
+            legal_degrees=plan.degrees,
+            model=config.model_name,
+            mode=config.mode,
+            max_model_len=plan.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+            max_step_ms=config.max_step_ms,
+            comm_slots=plan.comm_slots,
+            incarnation=incarnation,
+            hang_s=config.hang_s,
+            workers=self._pool.incarnations,
+        )
+        file = folder / f"engine-{incarnation}.json"
+        file.write_bytes(msgspec.json.encode(start))
+        control = self._memory["control"].fd
+        arguments = ["dynamictp.engine", "--start", str(file), "--sockets", str(folder)]
+        arguments += ["--control-fd", str(control)]
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._engine = Child(
+            "engine", arguments, spawner=self._spawner, descriptors=(control,), environment=threads
+        )
+        self._engine_began_s = self._clock.now()
+        self._engine.ended.add_done_callback(lambda ended: self._on_engine_ended(ended.result()))
+        self._link = zmq_link(self._context, engine_address(folder, incarnation), bind=False, incarnation=1)
+        return self._link
+
+    def _on_engine_ended(self, code: int) -> None:
+        if self._stopping or self.failed.done():
+            return
+        if self._user is None:
+            self._fail("engine", code)
+            return
+        lived_s = self._clock.now() - self._engine_began_s
+        reason = f"the engine ended with {describe_end(code)}"
+        log.warning("%s after %.1f s", reason, lived_s)
+        self._user.engine_lost(reason)
+        if self._link is not None:
+            self._link.close()
+        # Ranks may wait for one that never got its plan. Released, they hear of the next engine.
+        self._revoke_domains()
+        self._engine_incarnation += 1
+        assert self._pool is not None
+        self._pool.connect(self._engine_incarnation)
+        self._after_crash("engine", code, lived_s, self._replace_engine)
+
+    def _replace_engine(self) -> None:
+        assert self._user is not None
+        self._user.engine_started(self._spawn_engine(self._user.layout))
+
+    def _revoke_domains(self) -> None:
+        plan = self._plan
+        with self._memory["control"].map() as mapping:
+            control = open_control(mapping, plan.comm_slots, plan.devices)
+            for slot in range(plan.comm_slots):
+                control.set_control(slot, 0, ControlState.FREE)
+            del control  # it keeps the mapping from being closed
+
+    # ------------------------------------------------------------ policy
+
+    def _after_crash(self, name: str, code: int, lived_s: float, replace: Callable[[], None]) -> None:
+        """Replace it after a pause, or give up."""
+        budget = self._budgets.setdefault(name, CrashBudget(self._config.crash_budget))
+        pause_s = budget.crashed(self._clock.now(), lived_s)
+        if pause_s is None:
+            more = f", and more than {budget.limit} times in ten minutes (--crash-budget)"
+            self._fail(name, code, more)
+            return
+
+        def begin() -> None:
+            if self._stopping or self.failed.done():
+                return
+            try:
+                replace()
+            except FatalError as error:
+                self.failed.set_result(error)
+
+        # Through the loop in any case: this may be called while a message of the engine is handled.
+        asyncio.get_running_loop().call_later(pause_s, begin)
+
+    def _fail(self, name: str, code: int, more: str = "") -> None:
+        # A child that refuses to start has said why on stderr.
+        kind = next((error for error in _REFUSALS if error.exit_code == code), FatalError)
+        self.failed.set_result(kind(f"{name} ended unexpectedly with {describe_end(code)}{more}"))
 
     def _create_memory(self) -> None:
         plan = self._plan
@@ -118,153 +334,3 @@ class Supervisor:
             "exchange": SharedMemory("exchange", slot * plan.comm_slots),
             "control": SharedMemory("control", control),
         }
-
-    # ------------------------------------------------------------ children
-
-    def _spawn_engine(self, sockets: Path) -> None:
-        plan, config = self._plan, self._config
-        start = EngineStart(
-            facts=plan.facts,
-            arena=plan.arena,
-            devices=plan.devices,
-            layout=str(plan.layout),
-            legal_degrees=plan.degrees,
-            model=config.model_name,
-            mode=config.mode,
-            max_model_len=plan.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_batched_tokens=config.max_batched_tokens,
-            max_step_ms=config.max_step_ms,
-            comm_slots=plan.comm_slots,
-        )
-        file = sockets / "engine.json"
-        file.write_bytes(msgspec.json.encode(start))
-        control = self._memory["control"].fd
-        self._spawn(
-            "engine",
-            [
-                "dynamictp.engine",
-                "--start",
-                str(file),
-                "--sockets",
-                str(sockets),
-                "--control-fd",
-                str(control),
-            ],
-            (control,),
-        )
-
-    def _spawn_worker(self, device: int, sockets: Path, ready: int) -> None:
-        """The worker starts to serve when it has read a byte from the pipe `ready`."""
-        plan, config = self._plan, self._config
-        start = WorkerStart(
-            facts=plan.facts,
-            dtype=config.dtype,
-            index=self._index,
-            arena=plan.arena,
-            device=device,
-            devices=plan.devices,
-            incarnation=1,
-            cores=plan.cores[device],
-            max_tokens=config.max_batched_tokens,
-            max_rows=config.max_num_seqs,
-            comm_slots=plan.comm_slots,
-            deadline_s=config.collective_deadline_s,
-            spin=0 if plan.oversubscribed else SPIN,
-            kernel_level=self._kernel_level,
-            threads=config.cores_per_device,
-        )
-        file = sockets / f"worker-{device}.json"
-        file.write_bytes(msgspec.json.encode(start))
-        descriptors = {f"{name}-fd": memory.fd for name, memory in self._memory.items()} | {"ready-fd": ready}
-        arguments = [
-            "dynamictp.worker",
-            "--start",
-            str(file),
-            "--socket",
-            f"ipc://{sockets}/worker-{device}.sock",
-        ]
-        for name, descriptor in descriptors.items():
-            arguments += [f"--{name}", str(descriptor)]
-        self._spawn(f"worker {device}", arguments, tuple(descriptors.values()))
-
-    async def _load_weights(self) -> None:
-        """Raises `ModelRefused`, or `FatalError` when a loader fails otherwise."""
-        memory = self._memory["weights"]
-        parts = max(1, min(4, len({core for cores in self._plan.cores for core in cores})))
-        with contextlib.ExitStack() as files:
-            loaders: list[tuple[Child, IO[bytes]]] = []
-            for part in range(parts):
-                # A file, not a pipe: nobody has to read it for the loader to end.
-                errors = files.enter_context(tempfile.TemporaryFile())
-                arguments = [
-                    *("dynamictp.server.loader", "--model", self._config.model),
-                    *("--dtype", self._config.dtype, "--layout", self._index.layout),
-                    *("--weights", self._index.weights),
-                    *("--fd", str(memory.fd), "--part", f"{part}/{parts}"),
-                ]
-                child = Child("loader", arguments, descriptors=(memory.fd,), stderr=errors.fileno())
-                loaders.append((child, errors))
-            try:
-                for child, output in loaders:
-                    _check_loader(await asyncio.shield(child.ended), output)
-            finally:
-                await _end([child for child, _ in loaders], 0.0)
-
-    def _spawn(self, name: str, arguments: list[str], descriptors: tuple[int, ...]) -> None:
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        child = Child(name, arguments, descriptors=descriptors, environment=threads)
-        self._children[name] = child
-        child.ended.add_done_callback(lambda ended: self._on_ended(child, ended.result()))
-
-    def _on_ended(self, child: Child, code: int) -> None:
-        if self._stopping or self.failed.done():
-            return
-        # A child that refuses to start has said why on stderr.
-        kind = next((error for error in _REFUSALS if error.exit_code == code), FatalError)
-        self.failed.set_result(
-            kind(f"{child.name} (process {child.pid}) ended unexpectedly with exit code {code}")
-        )
-
-
-def _socket_folder(devices: int) -> tempfile.TemporaryDirectory[str]:
-    """A new owner-only folder. Raises `ResourceError` when there is no place for it."""
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="dynamictp-")
-    except OSError as error:
-        raise ResourceError(
-            f"no folder for sockets: {error.strerror}; set TMPDIR to another place"
-        ) from error
-    if len(os.fsencode(f"{folder.name}/worker-{devices}.sock")) > zmq.IPC_PATH_MAX_LEN:
-        folder.cleanup()
-        raise ResourceError(
-            f"the path {folder.name} is too long for sockets, whose paths have at most "
-            f"{zmq.IPC_PATH_MAX_LEN} bytes; set TMPDIR to a shorter one"
-        )
-    return folder
-
-
-async def _end(children: Iterable[Child], patience_s: float) -> None:
-    """SIGTERM, a wait, SIGKILL for those that are late; returns when all are reaped."""
-    running = {child.ended: child for child in children if child.running}
-    if not running:
-        return
-    for child in running.values():
-        child.signal(signal.SIGTERM)
-    _, late = await asyncio.wait(running, timeout=patience_s)
-    for ended in late:
-        if patience_s:
-            log.warning("%s did not end in %.0f s and is killed", running[ended].name, patience_s)
-        running[ended].signal(signal.SIGKILL)
-    if late:
-        await asyncio.wait(late)
-
-
-def _check_loader(code: int, errors: IO[bytes]) -> None:
-    if not code:
-        return
-    errors.seek(0)
-    text = errors.read().decode(errors="replace").strip()
-    if code == ModelRefused.exit_code:
-        raise ModelRefused(text)
-    raise FatalError(f"loading the weights failed (exit {code}): {text}")

@@ -103,9 +103,12 @@ class SwitchBoard:
         changed.set()
 
     def engine_lost(self) -> None:
-        """A crash in any phase ends in the last committed layout: what had not committed has failed."""
+        """A crash in any phase ends in the last committed layout: what had not committed has failed, and the
+        old domains of what had are gone."""
         for status in list(self._switches.values()):
-            if not status.outcome:
+            if status.outcome == "committed":
+                self.on_status(msgspec.structs.replace(status, outcome="closed"))
+            elif not status.outcome:
                 self.on_status(
                     msgspec.structs.replace(status, outcome="failed", error="the engine restarted")
                 )

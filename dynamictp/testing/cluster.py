@@ -114,6 +114,9 @@ class _NodeControl:
     def set(self, slot: int, epoch: int, state: Literal[0, 1, 2]) -> None:
         self._node.control.set_control(slot, epoch, state)
 
+    def progress(self, device: int) -> tuple[int, int, int, float]:
+        return self._node.control.progress(device)
+
 
 def _work(worker: WorkerCore, link: MemoryLink) -> None:
     """A worker's loop, as its process has it."""

@@ -35,8 +35,19 @@ WARM_SWITCHES = 200
 _TIMEOUT = httpx.Timeout(300.0, connect=10.0)
 
 
-async def play(client: httpx.AsyncClient, request: GateRequest, cancel_after: int | None = None) -> Stream:
-    """Stream one request; close the connection after `cancel_after` tokens."""
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client for many long streams."""
+    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=httpx.Limits(max_connections=200))
+
+
+async def play(
+    client: httpx.AsyncClient,
+    request: GateRequest,
+    cancel_after: int | None = None,
+    on_tokens: Callable[[], None] = lambda: None,
+) -> Stream:
+    """Stream one request; close the connection after `cancel_after` tokens. `on_tokens` is called whenever
+    some came."""
     stream = Stream()
     body = {
         "model": "demo",
@@ -55,6 +66,7 @@ async def play(client: httpx.AsyncClient, request: GateRequest, cancel_after: in
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     _take(stream, msgspec.json.decode(line[6:]))
+                    on_tokens()
                 if cancel_after is not None and len(stream.tokens) >= cancel_after:
                     return stream
     except httpx.HTTPError as error:
@@ -203,15 +215,15 @@ async def run_gate(
         async with _Disturbed(server.url, requests, references, report) as disturbed:
             # What is made once (compiled kernels, tables, buffers) is there after the first layouts.
             await disturbed.run(min(WARM_SWITCHES, switches // 3), mean_gap_s, most_live, progress)
-            await _quiet(server.url)
+            await wait_quiet(server.url)
             before = await server.footprint_at_rest()
             await disturbed.run(switches, mean_gap_s, most_live, progress)
-            await _quiet(server.url)
+            await wait_quiet(server.url)
             report.faults.extend(await server.lasting_leaks(before))
     return replace(report)
 
 
-async def _quiet(url: str) -> None:
+async def wait_quiet(url: str) -> None:
     """Wait until nothing runs, every old domain is closed and no page is in use."""
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as client:
         for _ in range(600):

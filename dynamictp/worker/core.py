@@ -32,6 +32,7 @@ from dynamictp.worker.comm.control import ControlBlock, WorkerState
 from dynamictp.worker.communicators import CommunicatorFactory, Communicators
 from dynamictp.worker.computation import Computation, NativeComputation, TorchComputation
 from dynamictp.worker.domain import Device, Domain
+from dynamictp.worker.fault import BeforeStep, no_fault
 from dynamictp.worker.start import WorkerStart
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,10 @@ class WorkerCore:
         communicator: CommunicatorFactory,
         control: ControlBlock,
         clock: Clock | None = None,
+        before_step: BeforeStep = no_fault,
     ) -> None:
         self._start = start
+        self._before_step = before_step
         self._clock = clock or SystemClock()
         spec = KVSpec.of(start.facts, start.arena.page_tokens, start.arena.dtype)
         pages = start.arena.pages * spec.page_bytes
@@ -72,22 +75,37 @@ class WorkerCore:
         self._comms = Communicators(communicator)
         self._control = control
         self._domains: dict[int, tuple[OpenDomain, Domain | None]] = {}
+        self._handled = 0
+        """Messages of this engine that were begun: the progress word says which one is computed. The engine
+        knows how many it sent, so a worker that owes nothing can be told from one that hangs."""
+        self._publish(0, WorkerState.IDLE)
 
     def handle(self, body: Body) -> list[Body]:
         """Execute one message; the answers to the engine, in order. Only a message that no worker
         understands raises (`ProtocolError`): what goes wrong in a domain is answered with `DomainBroken`.
         """
-        match body:
-            case StepPlan():
-                return self._on_plan(body)
-            case OpenDomain():
-                return self._on_open(body)
-            case ProveDomain():
-                return self._on_prove(body)
-            case CloseDomain():
-                return self._on_close(body)
-            case _:
-                raise ProtocolError(f"a worker does not understand {type(body).__name__}")
+        self._handled += 1
+        self._publish(0, WorkerState.COMPUTING)
+        try:
+            match body:
+                case StepPlan():
+                    return self._on_plan(body)
+                case OpenDomain():
+                    return self._on_open(body)
+                case ProveDomain():
+                    return self._on_prove(body)
+                case CloseDomain():
+                    return self._on_close(body)
+                case _:
+                    raise ProtocolError(f"a worker does not understand {type(body).__name__}")
+        finally:
+            self._publish(self._start.facts.layers, WorkerState.IDLE)
+
+    def reset(self) -> None:
+        """Another engine takes over: drop all domains and close the communicators, and count anew."""
+        self.close()
+        self._handled = 0
+        self._publish(0, WorkerState.IDLE)
 
     def close(self) -> None:
         """Drop all domains and close the communicators."""
@@ -116,7 +134,7 @@ class WorkerCore:
                 opened,
                 comm=comm,
                 open_computation=open_computation,
-                on_progress=self._computing,
+                on_layer=lambda layer: self._publish(layer, WorkerState.COMPUTING),
             )
         except Exception as error:  # noqa: BLE001  (any failure must be answered, or the switch hangs)
             return [self._broken(opened, 0, error)]
@@ -135,26 +153,21 @@ class WorkerCore:
         opened, domain = self._domains.get(body.epoch, (None, None))
         if opened is None or domain is None or domain.broken:
             return self._refuse(body.epoch, body.step, opened)
-        self._computing(body.step, 0)
         try:
             proof_ms = domain.prove()
         except Exception as error:  # noqa: BLE001  (see _on_open)
             return self._break(opened, domain, body.step, error)
-        finally:
-            self._idle(body.step)
         return [DomainProven(body.epoch, domain.rank, proof_ms)] if domain.rank == 0 else []
 
     def _on_plan(self, plan: StepPlan) -> list[Body]:
         opened, domain = self._domains.get(plan.epoch, (None, None))
         if opened is None or domain is None or domain.broken:
             return self._refuse(plan.epoch, plan.step, opened)
-        self._computing(plan.step, 0)
         try:
+            self._before_step(plan)
             result = domain.step(plan)
         except Exception as error:  # noqa: BLE001  (see _on_open)
             return self._break(opened, domain, plan.step, error)
-        finally:
-            self._idle(plan.step)
         return [result] if domain.rank == 0 else []
 
     def _on_close(self, body: CloseDomain) -> list[Body]:
@@ -221,8 +234,5 @@ class WorkerCore:
             return []
         raise ProtocolError(f"step {step} of epoch {epoch}, which is not open on device {self._start.device}")
 
-    def _computing(self, plan: int, layer: int) -> None:
-        self._control.set_progress(self._start.device, plan, layer, WorkerState.COMPUTING)
-
-    def _idle(self, plan: int) -> None:
-        self._control.set_progress(self._start.device, plan, self._start.facts.layers, WorkerState.IDLE)
+    def _publish(self, layer: int, state: WorkerState) -> None:
+        self._control.set_progress(self._start.device, self._handled, layer, state)

@@ -51,18 +51,16 @@ class Domain:
         *,
         comm: Communicator,
         open_computation: OpenComputation,
-        on_progress: Callable[[int, int], None],
+        on_layer: Callable[[int], None],
     ) -> None:
-        """`open_computation` gets the barrier and the layer callback; `on_progress` (plan, layer)."""
+        """`open_computation` gets the barrier and `on_layer`, which is told the layer that begins."""
         facts, arena = device.start.facts, device.arena
         self.epoch, self.rank, self._world = opened.epoch, opened.rank, opened.tp
         self.comm = comm
         self.broken = False
         self._clock = device.clock
-        self._on_progress = on_progress
-        self._computation = open_computation(self._barrier, self._on_layer)
+        self._computation = open_computation(self._barrier, on_layer)
         self._rows = RowTable(facts.kv_heads, arena.spec.page_tokens, arena.pages)
-        self._step = 0
         self._wait_s = 0.0
         self._ended_s: float | None = None
 
@@ -85,7 +83,7 @@ class Domain:
         Raises `ProtocolError`, `CommunicatorBroken`, `DomainError`, or what the computation raised.
         """
         began = self._clock.now()
-        self._step, self._wait_s = plan.step, 0.0
+        self._wait_s = 0.0
         rows = self._rows.apply(plan)
         tokens: tuple[RowToken, ...] = ()
         prompts: tuple[RowPromptLogprobs, ...] = ()
@@ -184,9 +182,6 @@ class Domain:
         began = self._clock.now()
         self.comm.barrier()
         self._wait_s += self._clock.now() - began
-
-    def _on_layer(self, layer: int) -> None:
-        self._on_progress(self._step, layer)
 
 
 def _pattern(epoch: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import mmap
@@ -17,13 +18,16 @@ import zmq
 from numpy.typing import NDArray
 
 from dynamictp import native
+from dynamictp.errors import ProtocolError
 from dynamictp.kernels.native import collapse, map_aligned
 from dynamictp.messages import WorkerHello
 from dynamictp.process import release_unused_memory
-from dynamictp.transport import Link, zmq_link
+from dynamictp.transport import ZmqLink, zmq_link
 from dynamictp.worker.comm.control import open_control
 from dynamictp.worker.communicators import SharedMemoryFactory
 from dynamictp.worker.core import WorkerCore
+from dynamictp.worker.fault import fault_from_environment
+from dynamictp.worker.orders import Begin, Connect, Go, Order, Orders
 from dynamictp.worker.start import WorkerStart, communicator_bytes, exchange_slot_bytes
 
 log = logging.getLogger(__name__)
@@ -39,55 +43,104 @@ IDLE_S = 0.5
 
 @dataclass(frozen=True)
 class Descriptors:
-    """Inherited descriptors: the shared memories, and the pipe that says when the weights are there."""
+    """Inherited descriptors of the shared memories."""
 
     weights: int
     arena: int
     exchange: int
     control: int
-    ready: int
 
 
-def run_worker(start_file: Path, socket: str, descriptors: Descriptors) -> None:
-    """Serve one device until the parent ends this process. Returns when the weights never come."""
-    start = msgspec.json.decode(start_file.read_bytes(), type=WorkerStart)
+def run_worker(orders_descriptor: int, descriptors: Descriptors) -> None:
+    """Wait for orders, then serve one device until the supervisor ends this process or is gone itself."""
     os.environ.update(KERNEL_CACHE)
     torch.set_num_threads(1)
-    # The link's own thread is made before this thread is bound, so that it may run on any core.
-    link = zmq_link(zmq.Context.instance(), socket, bind=False, incarnation=start.incarnation)
-    if start.cores:
-        # The core binds the helper threads to the others.
-        os.sched_setaffinity(0, start.thread_cores[:1] or start.cores)
-    weights = _shared(descriptors.weights, writable=False)
-    core = _open_core(start, descriptors, weights)
-    if not os.read(descriptors.ready, 1):
-        return
-    if start.kernel_level:
-        share = collapse(weights.numpy())
-        log.info("device %d: %.0f %% of the weights lie in huge pages", start.device, 100 * share)
-    # What was loaded until here lives for ever: keep the collector from walking it in the middle of a step.
-    gc.collect()
-    gc.freeze()
-    link.send(WorkerHello(start.device, start.incarnation, os.getpid()))
-    serve(core, link)
+    orders = Orders(orders_descriptor)
+    with contextlib.suppress(EOFError):
+        begin = orders.next()
+        if not isinstance(begin, Begin):
+            raise ProtocolError(f"a worker begins with Begin, not {type(begin).__name__}")
+        start = msgspec.json.decode(Path(begin.start_file).read_bytes(), type=WorkerStart)
+        context = zmq.Context[zmq.Socket[bytes]](1)
+        # The link's own thread is made before this thread is bound, so that it may run on any core.
+        link = zmq_link(context, begin.engine, bind=False, incarnation=start.incarnation)
+        if start.cores:
+            # The core binds the helper threads to the others.
+            os.sched_setaffinity(0, start.thread_cores[:1] or start.cores)
+        weights = _shared(descriptors.weights, writable=False)
+        core = _open_core(start, descriptors, weights)
+        loop = WorkerLoop(start, core, orders, context, link)
+        loop.wait_for_weights()
+        if start.kernel_level:
+            share = collapse(weights.numpy())
+            log.info("device %d: %.0f %% of the weights lie in huge pages", start.device, 100 * share)
+        # What was loaded until here lives for ever: keep the collector from walking it amid a step.
+        gc.collect()
+        gc.freeze()
+        loop.serve()
 
 
-def serve(core: WorkerCore, link: Link) -> None:
-    """Execute messages strictly in arrival order; sleeps while there is none.
-
-    When nothing came for a while, memory that the work has left behind goes back to the system, once: devices
-    are shared with other jobs.
+class WorkerLoop:
+    """Joins the worker's core to the engine and to the supervisor. Owner of the link; a new engine means a
+    new link and no domains.
     """
-    tidy = True
-    while True:
-        if not link.wait(None if tidy else IDLE_S):
-            release_unused_memory()
-            tidy = True
-            continue
-        tidy = False
-        while (body := link.receive()) is not None:
-            for answer in core.handle(body):
-                link.send(answer)
+
+    def __init__(
+        self,
+        start: WorkerStart,
+        core: WorkerCore,
+        orders: Orders,
+        context: zmq.Context[zmq.Socket[bytes]],
+        link: ZmqLink,
+    ) -> None:
+        self._start = start
+        self._core = core
+        self._orders = orders
+        self._context = context
+        self._link = link
+        self._poller = zmq.Poller()
+        self._poller.register(orders.descriptor, zmq.POLLIN)
+        self._poller.register(link.socket, zmq.POLLIN)
+
+    def wait_for_weights(self) -> None:
+        """Returns at `Go`. Raises EOFError when the supervisor is gone."""
+        while not isinstance(order := self._orders.next(), Go):
+            self._obey(order)
+
+    def serve(self) -> None:
+        """Say hello, then execute messages strictly in arrival order; sleeps while there is none.
+
+        When nothing came for a while, memory that the work has left behind goes back to the system, once:
+        devices are shared with other jobs. Raises EOFError when the supervisor is gone.
+        """
+        self._hello()
+        tidy = True
+        while True:
+            ready = dict(self._poller.poll(None if tidy else int(IDLE_S * 1e3)))
+            if not ready:
+                release_unused_memory()
+                tidy = True
+                continue
+            tidy = False
+            if self._orders.descriptor in ready:
+                while (order := self._orders.next(0.0)) is not None:
+                    self._obey(order)
+                    self._hello()
+            while (body := self._link.receive()) is not None:
+                for answer in self._core.handle(body):
+                    self._link.send(answer)
+
+    def _hello(self) -> None:
+        self._link.send(WorkerHello(self._start.device, self._start.incarnation, os.getpid()))
+
+    def _obey(self, order: Order | None) -> None:
+        if not isinstance(order, Connect):
+            raise ProtocolError(f"unexpected order {order}")
+        self._poller.unregister(self._link.socket)
+        self._link.close()
+        self._core.reset()
+        self._link = zmq_link(self._context, order.engine, bind=False, incarnation=self._start.incarnation)
+        self._poller.register(self._link.socket, zmq.POLLIN)
 
 
 def _open_core(start: WorkerStart, descriptors: Descriptors, weights: torch.Tensor) -> WorkerCore:
@@ -114,6 +167,7 @@ def _open_core(start: WorkerStart, descriptors: Descriptors, weights: torch.Tens
         payload=payload,
         communicator=SharedMemoryFactory(start, exchange, slot_bytes, control),
         control=control,
+        before_step=fault_from_environment(),
     )
 
 

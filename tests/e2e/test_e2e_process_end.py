@@ -65,14 +65,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def watched() -> Iterator[Watched]:
+def watched(*arguments: str) -> Iterator[Watched]:
     """A server that has just been started."""
     port = free_port()
     with ExitStack() as stack:
         # Paths of sockets are short: a test's own folder may be too deep.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-")))
         server = ServerProcess(
-            "serve", "demo", "--devices", "2", "--kv-memory", "256MiB", "--port", str(port),
+            "serve", "demo", "--devices", "2", "--kv-memory", "256MiB", "--port", str(port), *arguments,
             environment={"TMPDIR": str(folder)},
         )  # fmt: skip
         stack.callback(server.stop)
@@ -130,7 +130,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 @BOTH
 def test_a_signal_while_streaming(end: object, code: int) -> None:
     assert callable(end)
-    with watched() as running, Api(running.server.wait_ready(60.0)) as api:
+    with watched("--drain-s", "0.5") as running, Api(running.server.wait_ready(60.0)) as api:
         server = running.server
         running.watch_children()
         assert not [pid for pid in (server.pid, *server.children()) if shared_memory_files(pid)]
@@ -182,15 +182,63 @@ def test_a_server_killed_during_the_start_leaves_no_process() -> None:
 
 
 @pytest.mark.parametrize("role", ["dynamictp.engine", "dynamictp.worker"])
-def test_a_child_that_dies_ends_the_server_with_a_reason(role: str) -> None:
+def test_a_child_that_dies_during_the_start_ends_the_server_with_a_reason(role: str) -> None:
     with watched() as running:
         server = running.server
-        server.wait_ready(60.0)
+        until(lambda: any(role in command for command in server.children().values()), role)
         running.watch_children()
         victim = next(pid for pid, command in server.children().items() if role in command)
         os.kill(victim, signal.SIGKILL)
         assert server.wait_exit(END_S) == 1
         output = server.wait_output_end()
-        assert f"(process {victim}) ended unexpectedly with exit code -9" in output
+        assert "ended unexpectedly with SIGKILL" in output
         assert "Traceback" not in output
         running.assert_nothing_left()
+
+
+def test_running_streams_may_finish_after_sigterm() -> None:
+    with watched() as running, Api(running.server.wait_ready(60.0)) as api:
+        server = running.server
+        with api.stream("Once upon a time", 150, ignore_eos=True, return_token_ids=True) as (stream, events):
+            next(events)
+            terminate(server)
+            until(lambda: api.http.get("/ready").status_code == 503, "not ready any more")
+            refused = api.http.post("/v1/completions", json={"prompt": "x"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+            assert "shutting down" in refused.json()["error"]["message"]
+            assert api.put_layout("tp2").status_code == 503
+            list(events)
+        assert stream.done
+        assert len(stream.tokens) == 150
+        assert server.wait_exit(END_S) == 0
+        assert not complaints(server.wait_output_end())
+        running.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_the_drain(number: signal.Signals, code: int) -> None:
+    with watched() as running, Api(running.server.wait_ready(60.0)) as api:
+        server = running.server
+        with api.stream("Once upon a time", 4000, ignore_eos=True) as (stream, events):
+            next(events)
+            terminate(server)
+            until(lambda: any(line.startswith("draining: 1 ") for line in server.lines), "draining")
+            server.send_signal(number)
+            list(events)
+        assert "shutting down" in stream.events[-1]["error"]["message"]
+        assert server.wait_exit(END_S) == code
+        running.assert_nothing_left()
+
+
+def test_the_next_server_removes_what_a_killed_one_left() -> None:
+    with watched() as running:
+        running.server.wait_ready(60.0)
+        running.server.send_signal(signal.SIGKILL)
+        running.server.wait_exit(END_S)
+        (left,) = running.folder.iterdir()
+        environment = {"TMPDIR": str(running.folder)}
+        arguments = ("serve", "demo", "--devices", "1", "--kv-memory", "256MiB")
+        with ServerProcess(*arguments, environment=environment):
+            (folder,) = running.folder.iterdir()
+            assert folder != left
+        assert list(running.folder.iterdir()) == []

@@ -26,6 +26,7 @@ from dynamictp.messages import (
     StepPlan,
     SubmitRequest,
     SwitchStatus,
+    WorkerGone,
     WorkerHello,
     WorkerLost,
 )
@@ -68,9 +69,14 @@ class ControlRecord:
 
     def __init__(self) -> None:
         self.words: dict[int, tuple[int, int]] = {}
+        self.progress_words: dict[int, tuple[int, int, int, float]] = {}
+        """By device; without one the worker has done all it was told."""
 
     def set(self, slot: int, epoch: int, state: Literal[0, 1, 2]) -> None:
         self.words[slot] = (epoch, state)
+
+    def progress(self, device: int) -> tuple[int, int, int, float]:
+        return self.progress_words.get(device, (1 << 60, 0, 0, 0.0))
 
     @property
     def aborted(self) -> frozenset[int]:
@@ -268,8 +274,13 @@ class Simulation:
         self._deliver(("from", device), lambda: self.core.on_worker(device, body))
 
     def kill(self, device: int) -> None:
-        """A worker dies; the supervisor's replacement says hello a little later."""
+        """A worker dies; its replacement says hello a little later, and the supervisor may be faster with
+        the news than that."""
+        before = self.cluster.workers[device].incarnation
         worker = self.cluster.replace(device)
+        if self.rng.random() < 0.5:
+            gone = WorkerGone(device, before, "exit code -9")
+            self.at(0.005 * self.rng.random(), lambda: self.core.on_server(gone))
         hello = WorkerHello(device, worker.incarnation, 1)
         self.at(0.01, lambda: self.from_worker(device, hello))
 

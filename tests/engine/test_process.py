@@ -27,10 +27,12 @@ from dynamictp.messages import (
     Snapshot,
     SubmitRequest,
     SwitchStatus,
+    WorkerGone,
     WorkerHello,
+    WorkerStarted,
 )
 from dynamictp.testing.fake_worker import FakeArena, FakeCluster, reference_tokens
-from dynamictp.transport import ZmqLink, zmq_link
+from dynamictp.transport import ZmqLink, engine_address, worker_address, zmq_link
 from dynamictp.worker.comm.control import bytes_needed, open_control
 from tests.engine.engine_simulation import HEADS, PAGE, VOCAB, engine_start
 
@@ -42,9 +44,11 @@ class EngineProcess:
 
     def __init__(self, start: EngineStart, folder: Path) -> None:
         self.start = start
+        self._folder = folder
         self.seen: list[Body] = []
         self._context = zmq.Context[zmq.Socket[bytes]](1)
-        self._server = zmq_link(self._context, f"ipc://{folder}/engine.sock", bind=True, incarnation=1)
+        address = engine_address(folder, start.incarnation)
+        self._server = zmq_link(self._context, address, bind=False, incarnation=1)
         size = bytes_needed(start.comm_slots, start.devices)
         self._control = os.memfd_create("control")
         os.ftruncate(self._control, size)
@@ -63,10 +67,25 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._server.socket, zmq.POLLIN)
         for device in range(start.devices):
-            link = zmq_link(self._context, f"ipc://{folder}/worker-{device}.sock", bind=False, incarnation=1)
-            link.send(WorkerHello(device, 1, 1))
-            self._workers.append(link)
-            self._poller.register(link.socket, zmq.POLLIN)
+            self._workers.append(self._connect(device, 1))
+
+    def _connect(self, device: int, incarnation: int) -> ZmqLink:
+        """One life of a worker."""
+        address = worker_address(self._folder, device, incarnation, self.start.incarnation)
+        link = zmq_link(self._context, address, bind=False, incarnation=incarnation)
+        link.send(WorkerHello(device, incarnation, 1))
+        self._poller.register(link.socket, zmq.POLLIN)
+        return link
+
+    def replace_worker(self, device: int) -> None:
+        """A worker dies and its next life begins, as a supervisor tells it."""
+        before = self.cluster.workers[device].incarnation
+        incarnation = self.cluster.replace(device).incarnation
+        self._poller.unregister(self._workers[device].socket)
+        self._workers[device].close()
+        self.send(WorkerGone(device, before, "exit code -9"))
+        self.send(WorkerStarted(device, incarnation))
+        self._workers[device] = self._connect(device, incarnation)
 
     def send(self, body: Body) -> None:
         self._server.send(body)
@@ -134,6 +153,19 @@ def test_streams_and_switches_over_sockets(engine: EngineProcess) -> None:
     assert snapshots[-1].layout == "tp2"
     engine.send(Shutdown())
     assert engine.process.wait(20) == 0
+
+
+def test_a_worker_s_next_life_has_a_link_of_its_own(engine: EngineProcess) -> None:
+    engine.run(lambda: any(isinstance(body, EngineReady) for body in engine.seen))
+    expected = {f"r{n}": submit(engine, f"r{n}", [n, 7, 8], 60) for n in range(4)}
+    for _ in range(3):
+        before = len(engine.tokens("r0"))
+        engine.run(lambda: len(engine.tokens("r0")) > before + 5)  # noqa: B023
+        engine.replace_worker(0)
+    engine.run(lambda: engine.ended() == set(expected))
+    for name, tokens in expected.items():
+        assert engine.tokens(name) == tokens
+    assert engine.process.poll() is None
 
 
 def test_sigint_is_left_to_the_supervisor_and_sigterm_ends_the_engine(engine: EngineProcess) -> None:

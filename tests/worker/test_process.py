@@ -34,9 +34,10 @@ from dynamictp.messages import (
     WorkerHello,
 )
 from dynamictp.testing.harness import TINY, LockstepNode, random_weights
-from dynamictp.transport import ZmqLink, zmq_link
-from dynamictp.worker.comm.control import ControlState, bytes_needed, open_control
+from dynamictp.transport import ZmqLink, worker_address, zmq_link
+from dynamictp.worker.comm.control import ControlState, WorkerState, bytes_needed, open_control
 from dynamictp.worker.comm.shm import create_shared
+from dynamictp.worker.orders import Begin, Connect, Go, Order, encode_order
 from dynamictp.worker.start import WorkerStart, exchange_slot_bytes
 from tests.harness.conversation import Request, make_blocks, random_prompt, run
 
@@ -69,7 +70,7 @@ class Node:
         self.context = zmq.Context[zmq.Socket[bytes]](1)
         self.links: list[ZmqLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.gates: list[int] = []
+        self.orders: list[int] = []
         for device in range(DEVICES):
             self._spawn(folder, device, arena)
 
@@ -91,20 +92,24 @@ class Node:
         )
         file = folder / f"worker-{device}.json"
         file.write_bytes(msgspec.json.encode(start))
-        address = f"ipc://{folder}/worker-{device}.sock"
+        address = worker_address(folder, device, 1, 1)
         self.links.append(zmq_link(self.context, address, bind=True, incarnation=1))
-        ready, gate = os.pipe()
-        descriptors = {**self.fds, "ready": ready}
+        theirs, ours = os.pipe()
+        descriptors = {**self.fds, "orders": theirs}
         arguments = [f"--{name}-fd={fd}" for name, fd in descriptors.items()]
-        command = [sys.executable, "-m", "dynamictp.worker", "--start", str(file), "--socket", address]
+        command = [sys.executable, "-m", "dynamictp.worker"]
         self.processes.append(subprocess.Popen([*command, *arguments], pass_fds=tuple(descriptors.values())))
-        os.close(ready)
-        self.gates.append(gate)
+        os.close(theirs)
+        self.orders.append(ours)
+        self.order(device, Begin(str(file), address))
+
+    def order(self, device: int, order: Order) -> None:
+        os.write(self.orders[device], encode_order(order))
 
     def release(self) -> None:
         """The weights are there."""
-        for gate in self.gates:
-            os.write(gate, b"1")
+        for device in range(DEVICES):
+            self.order(device, Go())
 
     def answers(self, device: int) -> Body:
         link = self.links[device]
@@ -139,7 +144,7 @@ class Node:
         for link in self.links:
             link.close()
         self.context.term()
-        for fd in (*self.fds.values(), *self.gates):
+        for fd in (*self.fds.values(), *self.orders):
             os.close(fd)
 
 
@@ -227,3 +232,26 @@ def test_workers_leave_interrupts_to_the_supervisor(node: Node) -> None:
     node.open(30, (1,), CommHandle(30, 1))
     node.close_domain(30, (1,))
     assert node.processes[1].poll() is None
+
+
+def test_another_engine_finds_a_worker_without_domains(node: Node, tmp_path: Path) -> None:
+    """Last, since the worker's link is another one afterwards."""
+    node.open(40, (0, 1), CommHandle(40, 1))
+    address = worker_address(tmp_path, 0, 1, 2)
+    node.links[0].close()
+    node.links[0] = zmq_link(node.context, address, bind=True, incarnation=2)
+    node.order(0, Connect(address))
+    assert node.answers(0) == WorkerHello(0, 1, node.processes[0].pid)
+    assert node.control.progress(0)[:3] == (0, 0, WorkerState.IDLE)
+    node.open(41, (0,), CommHandle(41, 1))
+    (request, *_) = requests()
+    run(Remote(node, 41, (0,)), [request], 3)  # type: ignore[arg-type]
+    assert len(request.output) == 3
+    begun, _, state, _ = node.control.progress(0)
+    assert (begun, state) == (5, WorkerState.IDLE)
+
+
+def test_a_worker_ends_with_its_supervisor_s_pipe(node: Node) -> None:
+    os.close(node.orders[2])
+    assert node.processes[2].wait(20) == 0
+    del node.orders[2]

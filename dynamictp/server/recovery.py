@@ -1,0 +1,70 @@
+"""What the server does when its engine is lost: hold the requests, and hand them to the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from dynamictp.clock import Clock
+from dynamictp.messages import Body
+from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.switches import SwitchBoard
+from dynamictp.transport import ZmqLink
+
+log = logging.getLogger(__name__)
+
+SILENCE = 2.0
+"""The engine speaks every 0.25 s. It hangs when it is silent for so many times `hang_s`."""
+START_S = 30.0
+"""Longest silence of an engine that starts."""
+CHECK_S = 0.25
+OVERSLEPT_S = 1.0
+"""A check so late means that this process did not run, so the engine may not have either."""
+
+
+class Recovery:
+    """The supervisor's `EngineUser`: joins it to the engine client and the switches."""
+
+    def __init__(self, client: EngineClient, switches: SwitchBoard, clock: Clock, *, hang_s: float) -> None:
+        self._client = client
+        self._switches = switches
+        self._clock = clock
+        self._silence_s = SILENCE * hang_s
+        self._started_s = clock.now()
+        self._away = False
+
+    @property
+    def layout(self) -> str:
+        return self._client.layout
+
+    def send(self, body: Body) -> bool:
+        return self._client.send(body)
+
+    def engine_lost(self, reason: str) -> None:
+        """Live requests are kept; what comes in meanwhile waits with them."""
+        self._away = True
+        self._client.detach()
+        self._switches.engine_lost()
+        log.warning("%s; %d requests wait for the next", reason, self._client.live)
+
+    def engine_started(self, link: ZmqLink) -> None:
+        self._away = False
+        self._client.attach(link)
+        self._started_s = self._client.heard_s
+        self._client.resubmit_all()
+
+    async def watch(self, kill: Callable[[str], None]) -> None:
+        """Call `kill` with a reason whenever the engine hangs or the link to it broke. Never returns."""
+        self._client.on_link_lost = kill
+        checked_s = self._clock.now()
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now = self._clock.now()
+            late, checked_s = now - checked_s > OVERSLEPT_S, now
+            if late:
+                self._client.heard_s = now
+            limit_s = START_S if self._client.heard_s == self._started_s else self._silence_s
+            if not self._away and now - self._client.heard_s > limit_s:
+                kill(f"silent for {now - self._client.heard_s:.1f} s")
+                self._client.heard_s = now

@@ -1,0 +1,331 @@
+"""Random faults on a real server: `python -m dynamictp.testing.faults --faults 100`.
+
+Streams run and the layout changes all the time while workers and the engine are killed, stopped, or made to
+raise in a step. Every stream must bring the bits of a quiet run. A run is given by its seed, as far as the
+machine's timing lets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+
+from dynamictp.testing.gate import LAYOUTS, GateReport, GateRequest, Stream, make_requests
+from dynamictp.testing.gate_http import Progress, client_of, play, reference_streams, wait_quiet
+from dynamictp.testing.server_process import ServerProcess
+
+STREAMS = 16
+DEVICES = 3
+WARM_S = 3.0
+QUIET_S = 10.0
+SETTLED_S = 60.0
+"""A fault from which the streams have not recovered by then is reported."""
+KINDS = {
+    "kill worker": 4,
+    "stop worker": 3,
+    "raise in worker": 4,
+    "kill engine": 2,
+    "stop engine": 1,
+    "kill spare": 1,
+}
+"""Kinds of fault, and how often each comes."""
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
+_DESCRIPTORS_MORE = 8
+"""Connections of clients come and go: so many more descriptors are no leak."""
+
+
+@dataclass
+class FaultReport:
+    """Outcome of one run."""
+
+    gate: GateReport
+    recovery_s: dict[str, list[float]] = field(default_factory=dict)
+    """By kind: from a fault to the end of the longest pause that a stream saw because of it."""
+    quiet_s: float = 0.0
+    """Longest pause of a stream before the first fault: what the machine's load alone does."""
+    switches_failed: int = 0
+    """Switches that a fault took back."""
+
+    @property
+    def faults(self) -> int:
+        return sum(map(len, self.recovery_s.values()))
+
+    def lines(self) -> Sequence[str]:
+        every = sorted(value for values in self.recovery_s.values() for value in values)
+        kinds = [
+            f"  {kind}: {len(values)}, P50 {_percentile(values, 50):.2f} s, longest {max(values):.2f} s"
+            for kind, values in sorted(self.recovery_s.items())
+        ]
+        return (
+            *self.gate.lines(),
+            f"{self.faults} faults, {self.switches_failed} switches taken back; recovery "
+            f"P50 {_percentile(every, 50):.2f} s, P99 {_percentile(every, 99):.2f} s; longest pause without "
+            f"faults {self.quiet_s:.2f} s",
+            *kinds,
+        )
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
+
+
+class _Clients:
+    """Always as many streams as asked for; knows when each last brought a token."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, requests: Sequence[GateRequest], references: Sequence[Stream],
+        report: GateReport,
+    ) -> None:  # fmt: skip
+        self._http = http
+        self._requests = requests
+        self._references = references
+        self._report = report
+        self._rng = random.Random(report.seed + 3)
+        self._numbers = count()
+        self._done = False
+        self.last_token: dict[int, float] = {}
+        """Of each live stream: when its last token came, or when it began."""
+        self.longest_gap = 0.0
+        """Longest pause of any stream since `watch`, as far as it lies after that."""
+        self._watched_from = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def watch(self) -> None:
+        self.longest_gap = 0.0
+        self._watched_from = time.monotonic()
+
+    def start(self, streams: int) -> None:
+        self._tasks = [asyncio.create_task(self._one_after_the_other()) for _ in range(streams)]
+
+    async def stop(self) -> None:
+        """Let the live streams end."""
+        self._done = True
+        await asyncio.gather(*self._tasks)
+
+    async def _one_after_the_other(self) -> None:
+        while not self._done:
+            index = self._rng.randrange(len(self._requests))
+            number = next(self._numbers)
+            self.last_token[number] = time.monotonic()
+            token = functools.partial(self._token, number)
+            stream = await play(self._http, self._requests[index], on_tokens=token)
+            self._token(number)
+            del self.last_token[number]
+            self._report.add(index, self._references[index], stream, cancelled=False)
+
+    def _token(self, number: int) -> None:
+        now = time.monotonic()
+        since = max(self.last_token[number], self._watched_from)
+        self.longest_gap = max(self.longest_gap, now - since)
+        self.last_token[number] = now
+
+
+class _Disturber:
+    """Injects faults and switches until there were enough of the former."""
+
+    def __init__(
+        self, server: ServerProcess, admin: httpx.AsyncClient, clients: _Clients, report: FaultReport
+    ) -> None:
+        self._server = server
+        self._admin = admin
+        self._clients = clients
+        self._report = report
+        self._rng = random.Random(report.gate.seed + 2)
+
+    async def run(self, faults: int, progress: Progress) -> None:
+        switching = asyncio.create_task(self._switch_all_the_time())
+        try:
+            await asyncio.sleep(WARM_S)
+            self._clients.watch()
+            await asyncio.sleep(QUIET_S)
+            self._report.quiet_s = self._clients.longest_gap
+            while self._report.faults < faults:
+                await asyncio.sleep(self._rng.uniform(0.0, 1.5))
+                progress(await self._fault())
+        finally:
+            switching.cancel()
+            await asyncio.gather(switching, return_exceptions=True)
+
+    async def _fault(self) -> str:
+        """One fault, or now and then two at once; returns when every stream goes on, what happened."""
+        rng, clients = self._rng, self._clients
+        clients.watch()
+        struck = time.monotonic()
+        kinds = [await self._strike()]
+        if rng.random() < 0.15:
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
+            kinds.append(await self._strike())
+        recovered = await self._wait_settled(time.monotonic())
+        for kind in filter(None, kinds):
+            self._report.recovery_s.setdefault(kind, []).append(clients.longest_gap)
+        took = f"{time.strftime('%H:%M:%S')} {' and '.join(kinds)}: longest pause {clients.longest_gap:.2f} s"
+        if not recovered:
+            waited = time.monotonic() - struck
+            self._report.gate.faults.append(f"after {kinds} no recovery in {waited:.1f} s")
+        return f"{took}, all well after {time.monotonic() - struck:.2f} s"
+
+    async def _strike(self) -> str:
+        """The kind of fault; empty when its victim was just not there."""
+        kind = self._rng.choices(list(KINDS), list(KINDS.values()))[0]
+        verb, victim = kind.split()[0], kind.split()[-1]
+        workers = await self._worker_pids()
+        found = {
+            "worker": workers,
+            "engine": self._pids("dynamictp.engine"),
+            "spare": [pid for pid in self._pids("dynamictp.worker") if pid not in workers],
+        }[victim]
+        if not found:
+            return ""
+        with suppress(ProcessLookupError):
+            os.kill(self._rng.choice(sorted(found)), _SIGNALS[verb])
+        return kind
+
+    async def _wait_settled(self, since: float) -> bool:
+        """Every stream that lived at the fault has ended or brought a token well after it, and all devices
+        have workers again."""
+        while time.monotonic() < since + SETTLED_S:
+            await asyncio.sleep(0.05)
+            late = min(self._clients.last_token.values(), default=since + 1.0)
+            # A stopped process is found after some seconds: what came before was still under way.
+            if late > since + 0.5 and await self._whole():
+                return True
+        return False
+
+    async def _whole(self) -> bool:
+        """All devices have workers, none of them stopped, the engine runs, and the layout serves."""
+        response = await self._admin.get("/ready")
+        if response.status_code != 200:
+            return False
+        layout = (await self._admin.get("/admin/layout")).json()
+        pids = [device["pid"] for device in layout["devices"]]
+        engine = self._pids("dynamictp.engine")
+        if len(engine) != 1 or None in pids or any(map(_stopped, (*pids, *engine))):
+            return False
+        serving = [domain for domain in layout["domains"] if domain["state"] == "serving"]
+        return bool(serving) and not any(domain["state"] == "failed" for domain in layout["domains"])
+
+    async def _switch_all_the_time(self) -> None:
+        rng = self._rng
+        while True:
+            await asyncio.sleep(rng.uniform(0.5, 4.0))
+            body: dict[str, Any] = {
+                "layout": rng.choice(LAYOUTS),
+                "wait": rng.choice(("none", "commit", "closed")),
+                "drain_deadline_s": rng.choice((0.0, 0.0, 0.5)),
+            }
+            response = await self._admin.put("/admin/layout", json=body)
+            gate = self._report.gate
+            match response.status_code:
+                case 200 | 202:
+                    gate.switches += 1
+                case 409:
+                    gate.refused += 1
+                case 500 | 503 | 504:
+                    self._report.switches_failed += 1
+                case status:
+                    gate.faults.append(f"switch to {body}: status {status} {response.text[:300]}")
+
+    async def _worker_pids(self) -> list[int]:
+        layout = (await self._admin.get("/admin/layout")).json()
+        return [device["pid"] for device in layout["devices"] if device["pid"] is not None]
+
+    def _pids(self, module: str) -> list[int]:
+        return [pid for pid, command in self._server.children().items() if f"-m {module} " in command]
+
+
+def _stopped(pid: int) -> bool:
+    with suppress(FileNotFoundError), open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        return stat.read().rpartition(")")[2].split()[0] in "TZ"
+    return True
+
+
+async def run_faults(
+    seed: int,
+    faults: int,
+    *,
+    streams: int = STREAMS,
+    distinct: int = 32,
+    server_log: Path | None = None,
+    progress: Progress = lambda text: None,
+) -> FaultReport:
+    """Reference on the quiet server, then the disturbed run on the same one."""
+    report = FaultReport(GateReport(seed))
+    arguments = ("serve", "demo", "--devices", str(DEVICES), "--layout", "tp1", "--kv-memory", "96MiB")
+    environment = {"DYNAMICTP_CHECK": "1", "DYNAMICTP_FAULT": "signal"}
+    with (
+        ServerProcess(*arguments, "--crash-budget", "100000", environment=environment) as server,
+        _keeping_output(server, server_log),
+    ):
+        requests = make_requests(seed, distinct, 49_152, longest_prompt=300, longest_output=120)
+        references = await reference_streams(server.url, requests)
+        progress(f"reference: {sum(len(stream.tokens) for stream in references)} tokens")
+        descriptors = _descriptors(server.pid)
+        async with client_of(server.url) as http, client_of(server.url) as admin:
+            clients = _Clients(http, requests, references, report.gate)
+            clients.start(streams)
+            try:
+                await _Disturber(server, admin, clients, report).run(faults, progress)
+            finally:
+                await clients.stop()
+        await wait_quiet(server.url)
+        _judge_end(server, descriptors, report.gate)
+    return report
+
+
+@contextmanager
+def _keeping_output(server: ServerProcess, file: Path | None) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.write_text("\n".join(server.lines) + "\n", encoding="utf-8")
+
+
+def _judge_end(server: ServerProcess, descriptors: int, gate: GateReport) -> None:
+    """Nothing may have grown with the number of lives."""
+    processes = len(server.children())
+    if processes > DEVICES + 2:
+        gate.faults.append(f"{processes} processes, expected engine, {DEVICES} workers and a spare")
+    now = _descriptors(server.pid)
+    if now > descriptors + _DESCRIPTORS_MORE:
+        gate.faults.append(f"the server's descriptors went from {descriptors} to {now}")
+
+
+def _descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@click.command()
+@click.option("--faults", default=100, show_default=True)
+@click.option("--seed", type=int, help="default: random, printed")
+@click.option("--streams", default=STREAMS, show_default=True)
+@click.option("--server-log", type=click.Path(path_type=Path), help="file for the server's output")
+def main(faults: int, seed: int | None, streams: int, server_log: Path | None) -> None:
+    """Run faults on a real server and print what came of it."""
+    seed = random.SystemRandom().randrange(1 << 20) if seed is None else seed
+    click.echo(f"seed {seed}")
+    report = asyncio.run(
+        run_faults(seed, faults, streams=streams, server_log=server_log, progress=click.echo)
+    )
+    for line in report.lines():
+        click.echo(line)
+    sys.exit(bool(report.gate.faults))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Faults on purpose, for tests: the environment variable `DYNAMICTP_FAULT` of the server.
+
+- `signal`: on SIGUSR1 a worker's next step raises.
+- `raise-on:TOKEN`: a step that begins a request with this token in it raises.
+- `exit-on:TOKEN`: such a step ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from dynamictp.errors import ConfigError
+from dynamictp.messages import StepPlan, unpack_tokens
+
+FAULT_ENV = "DYNAMICTP_FAULT"
+EXIT_CODE = 66
+
+BeforeStep = Callable[[StepPlan], None]
+
+
+class InjectedFault(Exception):
+    """Raised in a step because a test asked for it."""
+
+
+def no_fault(plan: StepPlan) -> None:
+    """What runs before a step when nobody asked for a fault."""
+
+
+def fault_from_environment() -> BeforeStep:
+    """What to call before each step. Raises `ConfigError` for a value that is no fault."""
+    value = os.environ.get(FAULT_ENV, "")
+    if not value:
+        return no_fault
+    kind, _, token = value.partition(":")
+    if kind == "signal":
+        return _RaiseOnSignal()
+    if kind not in ("raise-on", "exit-on") or not token.isdecimal():
+        raise ConfigError(f"{FAULT_ENV} is signal, raise-on:TOKEN or exit-on:TOKEN, not '{value}'")
+    return _Poison(int(token), exits=kind == "exit-on")
+
+
+class _RaiseOnSignal:
+    """The handler only notes the signal: raised inside it, the error could hit any line of the worker."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        signal.signal(signal.SIGUSR1, lambda *_: self._ask())
+
+    def __call__(self, plan: StepPlan) -> None:
+        if self._asked:
+            self._asked = False
+            raise InjectedFault(f"step {plan.step} was asked to fail")
+
+    def _ask(self) -> None:
+        self._asked = True
+
+
+class _Poison:
+    def __init__(self, token: int, *, exits: bool) -> None:
+        self._token = token
+        self._exits = exits
+
+    def __call__(self, plan: StepPlan) -> None:
+        if not any(self._token in unpack_tokens(row.tokens) for row in plan.new):
+            return
+        if self._exits:
+            os._exit(EXIT_CODE)
+        raise InjectedFault(f"step {plan.step} begins a request with token {self._token}")
