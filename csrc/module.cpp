@@ -63,6 +63,10 @@ public:
         return nb::make_tuple(found.plan, found.layer, static_cast<int>(found.state), age_s);
     }
     const shm::ControlBlock& block() const { return block_; }
+    // Address of a progress word, for native code that publishes progress itself; it keeps this object alive.
+    std::uintptr_t progress_address(std::size_t worker) const {
+        return reinterpret_cast<std::uintptr_t>(&block_.worker(worker));
+    }
 
 private:
     shm::Buffer buffer_;
@@ -138,7 +142,8 @@ NB_MODULE(_native, module) {
         .def("set_control", &ControlBlock::set_control, "slot"_a, "epoch"_a, "state"_a)
         .def("control", &ControlBlock::control, "slot"_a)
         .def("set_progress", &ControlBlock::set_progress, "worker"_a, "plan"_a, "layer"_a, "state"_a)
-        .def("progress", &ControlBlock::progress, "worker"_a);
+        .def("progress", &ControlBlock::progress, "worker"_a)
+        .def("progress_address", &ControlBlock::progress_address, "worker"_a);
 
     nb::class_<ShmCommunicator>(module, "ShmCommunicator")
         .def(nb::init<nb::handle, std::size_t, std::size_t, std::uint32_t, std::uint32_t, nb::object, std::size_t,

@@ -28,6 +28,9 @@ class ControlBlock:
     def progress(self, worker: int) -> tuple[int, int, int, float]:
         """(plan, layer, state, seconds since the last change; 0.0 before the first)."""
 
+    def progress_address(self, worker: int) -> int:
+        """Address of the progress word, for a `Step` that publishes its progress itself."""
+
 class ShmCommunicator:
     """One rank's end of a shared-memory communicator. See `dynamictp.worker.comm.shm`."""
 
@@ -99,7 +102,7 @@ def divide_attention(
     """
 
 class ModelShape:
-    """Sizes of a model; `dtype` is bf16 or fp32."""
+    """Sizes of a model; `dtype` is bf16 or fp32, `weights` int8 or empty."""
 
     def __init__(
         self,
@@ -113,14 +116,22 @@ class ModelShape:
         vocab: int,
         epsilon: float,
         dtype: str,
+        weights: str = "",
     ) -> None: ...
     def exchange_bytes(self, max_tokens: int, max_rows: int, world: int) -> int: ...
+
+class Team:
+    """Threads that compute together: the caller and `threads` - 1 helpers. See `kernels.native.open_team`."""
+
+    def __init__(self, threads: int, cores: list[int], spin: int) -> None: ...
+    @property
+    def size(self) -> int: ...
 
 class Step:
     """One rank's forward pass. See `dynamictp.kernels.native.NativeForward`, which checks memory; this takes
     addresses. `weights` maps canonical names to addresses; `qkv` counts head units, `hidden`, `mlp` and
-    `vocab` panels; `communicator` is `ShmCommunicator.core_address`, 0 for one rank. `keep` stays alive with
-    the step.
+    `vocab` panels; `communicator` is `ShmCommunicator.core_address`, 0 for one rank; `progress` is
+    `ControlBlock.progress_address`, 0 for none. `keep` stays alive with the step.
     """
 
     def __init__(
@@ -139,6 +150,8 @@ class Step:
         max_tokens: int,
         max_rows: int,
         communicator: int,
+        progress: int,
+        team: Team | None,
         level: str,
         keep: object,
     ) -> None: ...
@@ -197,5 +210,33 @@ class KernelTable:
         y_stride: int,
     ) -> None:
         """y = silu(x·Gᵀ)·(x·Uᵀ), rounded to the dtype."""
+
+    def linear_int8(
+        self,
+        weights: int,
+        panels: int,
+        columns: int,
+        bias: int,
+        x: int,
+        stride: int,
+        rows: int,
+        y: int,
+        y_stride: int,
+    ) -> None:
+        """`linear` with int8 panels; the activations are rounded to integers first."""
+
+    def gated_int8(
+        self,
+        gate: int,
+        up: int,
+        panels: int,
+        columns: int,
+        x: int,
+        stride: int,
+        rows: int,
+        y: int,
+        y_stride: int,
+    ) -> None:
+        """`gated` with int8 panels."""
 
     def arg_max(self, values: int, size: int) -> int: ...

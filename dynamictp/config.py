@@ -62,7 +62,6 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 NOT_BUILT: dict[str, tuple[object, ...]] = {
     "mode": ("dynamic", "dry-run"),
-    "weights": ("int8",),
     "numerics": ("fast",),
 }
 """Values that the public contract names and this version refuses."""

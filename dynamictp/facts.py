@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 DType = Literal["bf16", "fp32"]
+WeightType = Literal["", "int8"]
+"""How the matrices are stored: in the model's dtype, or quantised."""
 DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 
 PANEL_ROWS = 16

@@ -26,7 +26,7 @@ def test_flag_over_file_over_default(tmp_path: Path) -> None:
         ("port: [", "YAML"),
         ("models: []", "models"),
         ("mode: dynamic", "dynamic"),
-        ("weights: int8", "int8"),
+        ("weights: int4", "int4"),
         ("numerics: fast", "fast"),
         ("layout: tp0x", "tp0x"),
         ("page_tokens: 24", "page-tokens"),

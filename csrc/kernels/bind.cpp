@@ -68,6 +68,12 @@ Range range_from(IndexRange range, std::size_t limit, const char* what) {
     return {range.first, range.second};
 }
 
+WeightType weight_type_from(const std::string& name) {
+    if (name.empty()) return WeightType::plain;
+    if (name == "int8") return WeightType::int8;
+    throw std::invalid_argument("unknown weight type '" + name + "'; expected int8 or nothing");
+}
+
 // Finds the weights of one rank by their canonical names.
 class WeightFinder {
 public:
@@ -86,9 +92,9 @@ public:
     }
     // Panels [range) of matrix `name`, with its bias if it has one.
     Panels panels(const std::string& name, Range range, std::size_t columns) const {
-        const std::size_t panel_bytes = panel_rows * columns * element_bytes(shape_.dtype);
+        const std::size_t bytes = panel_bytes(columns, shape_.dtype, shape_.weights);
         const float* const bias = find<float>(name + "_bias");
-        return {need<std::byte>(name) + range.start * panel_bytes, range.size(), columns,
+        return {need<std::byte>(name) + range.start * bytes, range.size(), columns,
                 bias == nullptr ? nullptr : bias + range.start * panel_rows};
     }
 
@@ -104,7 +110,9 @@ Weights find_weights(const nb::dict& addresses, const ModelShape& shape, const R
     Weights weights{};
     weights.embed = finder.need<void>("embed");
     weights.final_norm = finder.need<float>("final_norm");
-    weights.head = finder.panels(finder.find<void>("head") == nullptr ? "embed" : "head", cut.vocab, shape.hidden);
+    // The embedding is never quantised, so a quantised head stands by itself.
+    const bool tied = shape.weights == WeightType::plain && finder.find<void>("head") == nullptr;
+    weights.head = finder.panels(tied ? "embed" : "head", cut.vocab, shape.hidden);
     for (std::size_t i = 0; i < shape.layers; ++i) {
         const std::string prefix = "layers." + std::to_string(i) + ".";
         weights.layers.push_back({finder.need<float>(prefix + "attn_norm"), finder.find<float>(prefix + "q_norm"),
@@ -125,14 +133,16 @@ class BoundStep {
 public:
     BoundStep(const ModelShape& shape, const nb::dict& weights, IndexRange qkv, IndexRange hidden, IndexRange mlp,
               IndexRange vocab, Address arena, std::size_t pages, std::size_t page_tokens, Address exchange,
-              std::size_t max_tokens, std::size_t max_rows, Address communicator, const std::string& level, nb::object keep)
+              std::size_t max_tokens, std::size_t max_rows, Address communicator, Address progress, Team* team,
+              const std::string& level, nb::object keep)
         : keep_(std::move(keep)),
           cut_{range_from(qkv, shape.query_heads + 2 * shape.kv_heads, "qkv head units"),
                range_from(hidden, panels_of(shape.hidden), "hidden panels"),
                range_from(mlp, panels_of(shape.intermediate), "mlp panels"),
                range_from(vocab, panels_of(shape.vocab), "vocabulary panels")},
           step_(shape, cut_, find_weights(weights, shape, cut_), {at<std::byte>(arena), pages, page_tokens},
-                at<std::byte>(exchange), {max_tokens, max_rows}, at<shm::Communicator>(communicator),
+                at<std::byte>(exchange), {max_tokens, max_rows},
+                {at<shm::Communicator>(communicator), team, at<shm::WorkerSlot>(progress)},
                 kernels(level_from(level), shape.dtype)) {}
 
     void set_rotation(Address cosine, Address sine, std::size_t positions, nb::object keep) {
@@ -167,6 +177,24 @@ private:
     Step step_;
 };
 
+// Activations as integers, with their memory.
+class DigitRows {
+public:
+    DigitRows(const Kernels& kernels, const Rows& x, std::size_t columns)
+        : stride_(int8_columns(columns)),
+          count_(x.count),
+          values_(x.count * stride_),
+          factors_(x.count * stride_ / int8_group) {
+        kernels.quantise(x, columns, get());
+    }
+    Digits get() const { return {values_.data(), factors_.data(), stride_, stride_ / int8_group, count_}; }
+
+private:
+    std::size_t stride_, count_;
+    std::vector<std::int16_t> values_;
+    std::vector<float> factors_;
+};
+
 // One level's kernels by themselves, for tests and benchmarks.
 class Table {
 public:
@@ -181,6 +209,19 @@ public:
                std::size_t rows, Address y, std::size_t y_stride) const {
         kernels_.gated({at<void>(gate), panels, columns, nullptr}, {at<void>(up), panels, columns, nullptr},
                        {at<void>(x), stride, rows}, at<void>(y), y_stride);
+    }
+    // Both round the activations to integers first.
+    void linear_int8(Address weights, std::size_t panels, std::size_t columns, Address bias, Address x, std::size_t stride,
+                     std::size_t rows, Address y, std::size_t y_stride) const {
+        const DigitRows digits(kernels_, {at<void>(x), stride, rows}, columns);
+        kernels_.linear_int8({at<void>(weights), panels, columns, at<const float>(bias)}, digits.get(), at<float>(y),
+                             y_stride);
+    }
+    void gated_int8(Address gate, Address up, std::size_t panels, std::size_t columns, Address x, std::size_t stride,
+                    std::size_t rows, Address y, std::size_t y_stride) const {
+        const DigitRows digits(kernels_, {at<void>(x), stride, rows}, columns);
+        kernels_.gated_int8({at<void>(gate), panels, columns, nullptr}, {at<void>(up), panels, columns, nullptr},
+                            digits.get(), at<void>(y), y_stride);
     }
     std::size_t arg_max(Address values, std::size_t size) const { return kernels_.arg_max(at<const float>(values), size); }
 
@@ -239,23 +280,30 @@ void bind_kernels(nb::module_& module) {
     nb::class_<ModelShape>(module, "ModelShape")
         .def("__init__",
              [](ModelShape* self, std::size_t layers, std::size_t hidden, std::size_t query_heads, std::size_t kv_heads,
-                std::size_t head_dim, std::size_t intermediate, std::size_t vocab, float epsilon, const std::string& dtype) {
-                 new (self) ModelShape{layers,       hidden, query_heads, kv_heads,         head_dim,
-                                       intermediate, vocab,  epsilon,     dtype_from(dtype)};
+                std::size_t head_dim, std::size_t intermediate, std::size_t vocab, float epsilon, const std::string& dtype,
+                const std::string& weights) {
+                 new (self) ModelShape{layers,       hidden, query_heads, kv_heads,          head_dim,
+                                       intermediate, vocab,  epsilon,     dtype_from(dtype), weight_type_from(weights)};
              },
              nb::kw_only(), "layers"_a, "hidden"_a, "query_heads"_a, "kv_heads"_a, "head_dim"_a, "intermediate"_a,
-             "vocab"_a, "epsilon"_a, "dtype"_a)
+             "vocab"_a, "epsilon"_a, "dtype"_a, "weights"_a = "")
         .def("exchange_bytes",
              [](const ModelShape& shape, std::size_t max_tokens, std::size_t max_rows, std::size_t world) {
                  return Exchange::layout(shape, {max_tokens, max_rows}, world).bytes;
              },
              "max_tokens"_a, "max_rows"_a, "world"_a);
 
+    nb::class_<Team>(module, "Team")
+        .def(nb::init<std::size_t, const std::vector<int>&, std::uint32_t>(), "threads"_a, "cores"_a, "spin"_a)
+        .def_prop_ro("size", &Team::size);
+
     nb::class_<BoundStep>(module, "Step")
         .def(nb::init<const ModelShape&, const nb::dict&, IndexRange, IndexRange, IndexRange, IndexRange, Address,
-                      std::size_t, std::size_t, Address, std::size_t, std::size_t, Address, const std::string&, nb::object>(),
+                      std::size_t, std::size_t, Address, std::size_t, std::size_t, Address, Address, Team*,
+                      const std::string&, nb::object>(),
              "shape"_a, "weights"_a, nb::kw_only(), "qkv"_a, "hidden"_a, "mlp"_a, "vocab"_a, "arena"_a, "pages"_a,
-             "page_tokens"_a, "exchange"_a, "max_tokens"_a, "max_rows"_a, "communicator"_a, "level"_a, "keep"_a.none())
+             "page_tokens"_a, "exchange"_a, "max_tokens"_a, "max_rows"_a, "communicator"_a, "progress"_a, "team"_a.none(),
+             "level"_a, "keep"_a.none())
         .def("set_rotation", &BoundStep::set_rotation, "cosine"_a, "sine"_a, "positions"_a, "keep"_a)
         .def("run", &BoundStep::run, "tokens"_a, "starts"_a, "counts"_a, "tables"_a)
         .def("logits", &BoundStep::logits, "tokens"_a, "count"_a, "arg_max"_a)
@@ -274,6 +322,10 @@ void bind_kernels(nb::module_& module) {
              "y_stride"_a)
         .def("gated", &Table::gated, "gate"_a, "up"_a, "panels"_a, "columns"_a, "x"_a, "stride"_a, "rows"_a, "y"_a,
              "y_stride"_a)
+        .def("linear_int8", &Table::linear_int8, "weights"_a, "panels"_a, "columns"_a, "bias"_a, "x"_a, "stride"_a,
+             "rows"_a, "y"_a, "y_stride"_a)
+        .def("gated_int8", &Table::gated_int8, "gate"_a, "up"_a, "panels"_a, "columns"_a, "x"_a, "stride"_a, "rows"_a,
+             "y"_a, "y_stride"_a)
         .def("arg_max", &Table::arg_max, "values"_a, "size"_a);
 }
 

@@ -11,7 +11,8 @@ Level detect_level() noexcept {
     // These also ask the operating system whether it saves the wide registers.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
-        return __builtin_cpu_supports("avx512bf16") ? Level::avx512_bf16 : Level::avx512;
+        const bool products = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+        return products ? Level::avx512_bf16 : Level::avx512;
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Level::avx2;
 #endif

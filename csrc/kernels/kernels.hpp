@@ -18,7 +18,24 @@ inline constexpr std::size_t panel_rows = 16;
 // Query rows that one attention tile holds at most, whatever the level.
 inline constexpr std::size_t max_attention_rows = 6;
 
-// Consecutive panels of 16 output rows: bf16 [panel][K/2][16][2], fp32 [panel][K][16].
+// How a matrix is stored: in the activations' dtype, or as int8 with a scale for every group of columns.
+enum class WeightType : std::uint8_t { plain = 0, int8 = 1 };
+
+// Columns that share a scale, and that int8 panels are padded to with zeros.
+inline constexpr std::size_t int8_group = 32, int8_block = 64;
+// A block of 64 columns and 16 rows: two groups' scales fp16 [2][16], then their weights int8 [2][16 pairs][16][2].
+inline constexpr std::size_t int8_scale_bytes = int8_block / int8_group * panel_rows * 2;
+inline constexpr std::size_t int8_block_bytes = int8_scale_bytes + int8_block * panel_rows;
+
+constexpr std::size_t int8_columns(std::size_t columns) noexcept {
+    return (columns + int8_block - 1) / int8_block * int8_block;
+}
+constexpr std::size_t panel_bytes(std::size_t columns, DType dtype, WeightType type) noexcept {
+    if (type == WeightType::int8) return int8_columns(columns) / int8_block * int8_block_bytes;
+    return panel_rows * columns * element_bytes(dtype);
+}
+
+// Consecutive panels of 16 output rows: bf16 [panel][K/2][16][2], fp32 [panel][K][16], int8 [panel][block].
 struct Panels {
     const void* data;
     std::size_t count;
@@ -30,6 +47,16 @@ struct Panels {
 struct Rows {
     const void* data;
     std::size_t stride;
+    std::size_t count;
+};
+
+// Activations as 15-bit integers, each group of 32 columns with its own factor: the products with int8 weights are sums
+// of integers, exact in any order, and much closer to the activations than bf16 (a group's error is 2^-16 of its largest).
+struct Digits {
+    const std::int16_t* values;  // [count][stride], zeros beyond the columns
+    const float* factors;        // [count][factor_stride], what the integers of a group are multiplied by
+    std::size_t stride;
+    std::size_t factor_stride;
     std::size_t count;
 };
 
@@ -61,6 +88,11 @@ struct Kernels {
     void (*linear)(const Panels& weights, const Rows& x, float* y, std::size_t y_stride);
     // y[m][n] = silu(gate[m][n])·up[m][n] in the table's dtype.
     void (*gated)(const Panels& gate, const Panels& up, const Rows& x, void* y, std::size_t y_stride);
+    // Activations of `columns` columns into `digits`, whose memory is [count][int8_columns(columns)] and a 32nd of that.
+    void (*quantise)(const Rows& x, std::size_t columns, const Digits& digits);
+    // The same products with int8 panels.
+    void (*linear_int8)(const Panels& weights, const Digits& x, float* y, std::size_t y_stride);
+    void (*gated_int8)(const Panels& gate, const Panels& up, const Digits& x, void* y, std::size_t y_stride);
     // residual += addend (may be null); out = residual / rms(residual) · weight in the table's dtype.
     void (*add_norm)(float* residual, const float* addend, const float* weight, float epsilon, std::size_t size,
                      void* out);

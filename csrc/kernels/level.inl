@@ -3,6 +3,8 @@
 // what the linker picks for another.
 #include "kernels/linear.inl"
 
+#include "kernels/linear_int8.inl"
+
 #include "kernels/attention.inl"
 #include "kernels/elementwise.inl"
 
@@ -10,8 +12,9 @@ namespace {
 
 template <class D, class Kv>
 constexpr dynamictp::kernels::Kernels table() {
-    return {DYNAMICTP_LEVEL_NAME, linear<D>, gated<D>, add_norm<D>, head_norm, attention<Kv>, round<D>, rotate, store_key<D>,
-            store_value<D>, unpack_row<D>, arg_max};
+    return {DYNAMICTP_LEVEL_NAME, linear<D>,     gated<D>,  quantise<D>, linear_int8,  gated_int8<D>,  add_norm<D>,
+            head_norm,            attention<Kv>, round<D>,  rotate,      store_key<D>, store_value<D>, unpack_row<D>,
+            arg_max};
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ struct Bf16 {
     static Weights broadcast(const Element* from) { return set1_pair(from); }
     static F16 multiply_add(F16 sum, Weights a, Weights b) { return dot(sum, a, b); }
     static void store_rounded(Element* to, F16 value) { store_bf16(to, value); }
+    static F16 load_wide(const Element* from) { return load_bf16(from); }
     static float widen(Element value) {
         const std::uint32_t bits = std::uint32_t{value} << 16;
         float wide;
@@ -35,6 +36,7 @@ struct Fp32 {
     static Weights broadcast(const Element* from) { return set1(*from); }
     static F16 multiply_add(F16 sum, Weights a, Weights b) { return fma(a, b, sum); }
     static void store_rounded(Element* to, F16 value) { store(to, value); }
+    static F16 load_wide(const Element* from) { return load(from); }
     static float widen(Element value) { return value; }
     static Element narrow(float value) { return value; }
 };
@@ -61,53 +63,78 @@ inline F16 silu(F16 x) {
     return div(x, add(set1(1.0f), power_of_two(mul(x, set1(-log2_e)))));
 }
 
-// Accumulates R rows of x with P panels side by side: sums[p][r]. Each sum is one chain over K in order. Beside it, A of
-// the panels are prefetched `ahead` elements further.
-template <class D, int R, int P, int A>
-inline __attribute__((always_inline)) void accumulate(const typename D::Element* const (&panel)[P],
-                                                      std::size_t columns, std::size_t ahead,
-                                                      const typename D::Element* x, std::size_t x_stride,
-                                                      F16 (&sums)[P][R]) {
-    for (int p = 0; p < P; ++p) {
-        for (int r = 0; r < R; ++r) sums[p][r] = zero();
+// Activations in the weights' dtype, read row by row.
+template <class D>
+struct PlainRows {
+    const typename D::Element* values;
+    std::size_t stride;
+
+    PlainRows from(std::size_t row) const { return {values + row * stride, stride}; }
+};
+
+// Weights in the activations' dtype.
+template <class D>
+struct Plain {
+    using Operand = PlainRows<D>;
+    static constexpr std::size_t group = 3;             // panels that meet a block of rows before the next are read
+    static constexpr std::size_t prefetching_rows = 5;  // a single tile of so many prefetches its own next panels
+
+    static constexpr std::size_t panel_bytes(std::size_t columns) { return columns * lanes * sizeof(typename D::Element); }
+    // Panels side by side that suit a tile of so many rows: few want one linear stream of weights, many want chains.
+    static constexpr int panels_per_tile(int rows) {
+        const int wanted = rows <= 4 ? 1 : rows <= 7 ? 2 : 3;
+        const int fitting = max_accumulators / rows;
+        return fitting < 1 ? 1 : wanted < fitting ? wanted : fitting;
     }
+
+    // Accumulates R rows of x with P panels side by side: sums[p][r]. Each sum is one chain over K in order. Beside it, A
+    // of the panels are prefetched `ahead` bytes further.
+    template <int R, int P, int A>
+    static inline __attribute__((always_inline)) void accumulate(const char* const (&panel)[P], std::size_t columns,
+                                                                 std::size_t ahead, Operand x, F16 (&sums)[P][R]) {
+        const typename D::Element* elements[P];
+        for (int p = 0; p < P; ++p) {
+            elements[p] = reinterpret_cast<const typename D::Element*>(panel[p]);
+            for (int r = 0; r < R; ++r) sums[p][r] = zero();
+        }
 // A loop of few chains is bound by its own overhead unless unrolled; one of many would only grow.
 #pragma GCC unroll 4
-    for (std::size_t k = 0; k < columns; k += D::step) {
-        typename D::Weights weights[P];
-        for (int p = 0; p < P; ++p) weights[p] = D::load_weights(panel[p] + k * lanes);
-        for (int p = 0; p < A; ++p) __builtin_prefetch(panel[p] + k * lanes + ahead, 0, 2);
-        for (int r = 0; r < R; ++r) {
-            const typename D::Weights value = D::broadcast(x + r * x_stride + k);
-            for (int p = 0; p < P; ++p) sums[p][r] = D::multiply_add(sums[p][r], weights[p], value);
+        for (std::size_t k = 0; k < columns; k += D::step) {
+            typename D::Weights weights[P];
+            for (int p = 0; p < P; ++p) weights[p] = D::load_weights(elements[p] + k * lanes);
+            for (int p = 0; p < A; ++p) {
+                __builtin_prefetch(reinterpret_cast<const char*>(elements[p] + k * lanes) + ahead, 0, 2);
+            }
+            for (int r = 0; r < R; ++r) {
+                const typename D::Weights value = D::broadcast(x.values + r * x.stride + k);
+                for (int p = 0; p < P; ++p) sums[p][r] = D::multiply_add(sums[p][r], weights[p], value);
+            }
         }
     }
-}
+};
 
-template <class D, int R, int P, int A>
-void linear_tile(const Panels& weights, std::size_t first, std::size_t ahead, const typename D::Element* x,
-                 std::size_t x_stride, float* y, std::size_t y_stride) {
-    const std::size_t panel_elements = weights.columns * lanes;
-    const typename D::Element* panel[P];
-    for (int p = 0; p < P; ++p) {
-        panel[p] = static_cast<const typename D::Element*>(weights.data) + (first + p) * panel_elements;
-    }
+template <class W, int R, int P, int A>
+void linear_tile(const Panels& weights, std::size_t first, std::size_t ahead, typename W::Operand x, float* y,
+                 std::size_t y_stride) {
+    const std::size_t bytes = W::panel_bytes(weights.columns);
+    const char* panel[P];
+    for (int p = 0; p < P; ++p) panel[p] = static_cast<const char*>(weights.data) + (first + p) * bytes;
     F16 sums[P][R];
-    accumulate<D, R, P, A>(panel, weights.columns, ahead * panel_elements, x, x_stride, sums);
+    W::template accumulate<R, P, A>(panel, weights.columns, ahead * bytes, x, sums);
     for (int p = 0; p < P; ++p) {
         const F16 bias = weights.bias == nullptr ? zero() : load(weights.bias + (first + p) * lanes);
         for (int r = 0; r < R; ++r) store(y + r * y_stride + (first + p) * lanes, add(sums[p][r], bias));
     }
 }
 
-template <class D, int R, int A>
-void gated_tile(const Panels& gate, const Panels& up, std::size_t first, const typename D::Element* x,
-                std::size_t x_stride, typename D::Element* y, std::size_t y_stride) {
-    const std::size_t panel_elements = gate.columns * lanes, offset = first * panel_elements;
-    const typename D::Element* const panel[2] = {static_cast<const typename D::Element*>(gate.data) + offset,
-                                                 static_cast<const typename D::Element*>(up.data) + offset};
+template <class W, class D, int R, int A>
+void gated_tile(const Panels& gate, const Panels& up, std::size_t first, typename W::Operand x, typename D::Element* y,
+                std::size_t y_stride) {
+    const std::size_t bytes = W::panel_bytes(gate.columns);
+    const char* const panel[2] = {static_cast<const char*>(gate.data) + first * bytes,
+                                  static_cast<const char*>(up.data) + first * bytes};
     F16 sums[2][R];
-    accumulate<D, R, 2, A>(panel, gate.columns, panel_elements, x, x_stride, sums);
+    W::template accumulate<R, 2, A>(panel, gate.columns, bytes, x, sums);
     const F16 gate_bias = gate.bias == nullptr ? zero() : load(gate.bias + first * lanes);
     const F16 up_bias = up.bias == nullptr ? zero() : load(up.bias + first * lanes);
     for (int r = 0; r < R; ++r) {
@@ -116,29 +143,22 @@ void gated_tile(const Panels& gate, const Panels& up, std::size_t first, const t
     }
 }
 
-// Panels side by side that suit a tile of so many rows: few want one linear stream of weights, many want chains.
-constexpr int panels_per_tile(int rows) {
-    const int wanted = rows <= 4 ? 1 : rows <= 7 ? 2 : 3;
-    const int fitting = max_accumulators / rows;
-    return fitting < 1 ? 1 : wanted < fitting ? wanted : fitting;
-}
-
-template <class D, int R, bool Ahead>
-void linear_rows(const Panels& weights, std::size_t first, std::size_t count, std::size_t ahead,
-                 const typename D::Element* x, std::size_t x_stride, float* y, std::size_t y_stride) {
-    constexpr int group = panels_per_tile(R);
+template <class W, int R, bool Ahead>
+void linear_rows(const Panels& weights, std::size_t first, std::size_t count, std::size_t ahead, typename W::Operand x,
+                 float* y, std::size_t y_stride) {
+    constexpr int group = W::panels_per_tile(R);
     std::size_t done = 0;
     for (; done + group <= count; done += group) {
-        linear_tile<D, R, group, Ahead ? group : 0>(weights, first + done, ahead, x, x_stride, y, y_stride);
+        linear_tile<W, R, group, Ahead ? group : 0>(weights, first + done, ahead, x, y, y_stride);
     }
-    for (; done < count; ++done) linear_tile<D, R, 1, 0>(weights, first + done, 0, x, x_stride, y, y_stride);
+    for (; done < count; ++done) linear_tile<W, R, 1, 0>(weights, first + done, 0, x, y, y_stride);
 }
 
-template <class D, int R, bool Ahead>
-void gated_rows(const Panels& gate, const Panels& up, std::size_t first, std::size_t count,
-                const typename D::Element* x, std::size_t x_stride, typename D::Element* y, std::size_t y_stride) {
+template <class W, class D, int R, bool Ahead>
+void gated_rows(const Panels& gate, const Panels& up, std::size_t first, std::size_t count, typename W::Operand x,
+                typename D::Element* y, std::size_t y_stride) {
     for (std::size_t p = first; p < first + count; ++p) {
-        gated_tile<D, R, Ahead ? 2 : 0>(gate, up, p, x, x_stride, y, y_stride);
+        gated_tile<W, D, R, Ahead ? 2 : 0>(gate, up, p, x, y, y_stride);
     }
 }
 
@@ -148,14 +168,14 @@ void gated_rows(const Panels& gate, const Panels& up, std::size_t first, std::si
 // `ahead` is the distance in panels at which a tile prefetches weights, or 0. The first tile of a group waits for memory
 // and the others only compute, so the last one prefetches the next group. A single tile prefetches its own next panels
 // when it is high enough to be held up by several streams; a lower one is faster left to the hardware (measured).
-template <class Tile>
+template <class W, class Tile>
 inline void for_each_tile(std::size_t rows, std::size_t panels, std::size_t group, const Tile& tile) {
-    constexpr std::size_t block = 128, high = 5;
+    constexpr std::size_t block = 128;
     for (std::size_t start = 0; start < rows; start += block) {
         const std::size_t size = rows - start < block ? rows - start : block;
         const std::size_t tiles = (size + max_tile_rows - 1) / max_tile_rows;
         if (tiles == 1) {
-            const std::size_t ahead = size < high ? 0 : static_cast<std::size_t>(panels_per_tile(static_cast<int>(size)));
+            const std::size_t ahead = size < W::prefetching_rows ? 0 : static_cast<std::size_t>(W::panels_per_tile(static_cast<int>(size)));
             tile(size, start, std::size_t{0}, panels, ahead);
             continue;
         }
@@ -181,9 +201,9 @@ inline void for_each_tile(std::size_t rows, std::size_t panels, std::size_t grou
             }                                                                                                \
         }                                                                                                    \
         break;
-template <class Call>
+template <class W, class Call>
 inline void for_each_tile_of(std::size_t rows, std::size_t panels, std::size_t group, const Call& call) {
-    for_each_tile(rows, panels, group,
+    for_each_tile<W>(rows, panels, group,
                   [&](std::size_t height, std::size_t row, std::size_t panel, std::size_t count, std::size_t ahead) {
                       switch (height) {
                           FOR_HEIGHT(1)
@@ -200,25 +220,38 @@ inline void for_each_tile_of(std::size_t rows, std::size_t panels, std::size_t g
 }
 #undef FOR_HEIGHT
 
-template <class D>
-void linear(const Panels& weights, const Rows& rows, float* y, std::size_t y_stride) {
-    const auto* const x = static_cast<const typename D::Element*>(rows.data);
-    for_each_tile_of(rows.count, weights.count, 3,
-                     [&]<int R, bool Ahead>(std::size_t row, std::size_t panel, std::size_t count, std::size_t ahead) {
-                         linear_rows<D, R, Ahead>(weights, panel, count, ahead, x + row * rows.stride, rows.stride,
-                                                  y + row * y_stride, y_stride);
-                     });
+template <class W>
+void linear_panels(const Panels& weights, std::size_t rows, typename W::Operand x, float* y, std::size_t y_stride) {
+    for_each_tile_of<W>(rows, weights.count, W::group,
+                        [&]<int R, bool Ahead>(std::size_t row, std::size_t panel, std::size_t count, std::size_t ahead) {
+                            linear_rows<W, R, Ahead>(weights, panel, count, ahead, x.from(row), y + row * y_stride,
+                                                     y_stride);
+                        });
+}
+
+template <class W, class D>
+void gated_panels(const Panels& gate, const Panels& up, std::size_t rows, typename W::Operand x, void* out,
+                  std::size_t y_stride) {
+    auto* const y = static_cast<typename D::Element*>(out);
+    for_each_tile_of<W>(rows, gate.count, 1,
+                        [&]<int R, bool Ahead>(std::size_t row, std::size_t panel, std::size_t count, std::size_t) {
+                            gated_rows<W, D, R, Ahead>(gate, up, panel, count, x.from(row), y + row * y_stride, y_stride);
+                        });
 }
 
 template <class D>
-void gated(const Panels& gate, const Panels& up, const Rows& rows, void* out, std::size_t y_stride) {
-    const auto* const x = static_cast<const typename D::Element*>(rows.data);
-    auto* const y = static_cast<typename D::Element*>(out);
-    for_each_tile_of(rows.count, gate.count, 1,
-                     [&]<int R, bool Ahead>(std::size_t row, std::size_t panel, std::size_t count, std::size_t) {
-                         gated_rows<D, R, Ahead>(gate, up, panel, count, x + row * rows.stride, rows.stride,
-                                                 y + row * y_stride, y_stride);
-                     });
+PlainRows<D> operand(const Rows& rows) {
+    return {static_cast<const typename D::Element*>(rows.data), rows.stride};
+}
+
+template <class D>
+void linear(const Panels& weights, const Rows& x, float* y, std::size_t y_stride) {
+    linear_panels<Plain<D>>(weights, x.count, operand<D>(x), y, y_stride);
+}
+
+template <class D>
+void gated(const Panels& gate, const Panels& up, const Rows& x, void* y, std::size_t y_stride) {
+    gated_panels<Plain<D>, D>(gate, up, x.count, operand<D>(x), y, y_stride);
 }
 
 }  // namespace

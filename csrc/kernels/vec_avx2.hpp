@@ -89,6 +89,66 @@ inline void store_bf16(std::uint16_t* to, F16 value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
+inline __m256 widen_bf16(__m128i values) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
+}
+inline F16 load_bf16(const std::uint16_t* from) {
+    const auto* const halves = reinterpret_cast<const __m128i*>(from);
+    return {widen_bf16(_mm_loadu_si128(halves)), widen_bf16(_mm_loadu_si128(halves + 1))};
+}
+
+using Ints = Pairs;  // sixteen 32-bit sums
+
+inline Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// Sixteen pairs of 8-bit integers as pairs of 16 bits.
+inline Pairs widen_pairs(const std::int8_t* from) {
+    const auto* const halves = reinterpret_cast<const __m128i*>(from);
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)), _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
+}
+inline Pairs set1_pair(const std::int16_t* from) {
+    int pair;
+    __builtin_memcpy(&pair, from, sizeof pair);
+    return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
+}
+inline Ints dot_ints(Ints sum, Pairs a, Pairs b) {
+    return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low)),
+            _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high))};
+}
+inline F16 to_float(Ints value) { return {_mm256_cvtepi32_ps(value.low), _mm256_cvtepi32_ps(value.high)}; }
+// fp16 without infinities: exponent and mantissa in the places of fp32, then the difference of the two biases.
+inline __m256 widen_half(__m128i values) {
+    const __m256i wide = _mm256_cvtepu16_epi32(values);
+    const __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(0x7fff)), 13);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(0x8000)), 16);
+    const __m256 value = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(0x1p112f));
+    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+}
+inline F16 load_half(const std::uint16_t* from) {
+    const auto* const halves = reinterpret_cast<const __m128i*>(from);
+    return {widen_half(_mm_loadu_si128(halves)), widen_half(_mm_loadu_si128(halves + 1))};
+}
+inline __m256i magnitude_bits(F16 value) {
+    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    return _mm256_max_epi32(_mm256_and_si256(_mm256_castps_si256(value.low), mask),
+                            _mm256_and_si256(_mm256_castps_si256(value.high), mask));
+}
+// max |a|, |b| of all lanes; NaN when there is one, which compares as the largest integer.
+inline float largest_magnitude(F16 a, F16 b) {
+    const __m256i eight = _mm256_max_epi32(magnitude_bits(a), magnitude_bits(b));
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    const int bits = _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+}
+// Rounds to nearest even; values lie in the range of 16 bits.
+inline void store_int16(std::int16_t* to, F16 value) {
+    // The pack works on 128-bit halves: put the four quarters back in order.
+    const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(value.low), _mm256_cvtps_epi32(value.high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
 // Two halves of the lanes, four times: a fixed tree.
 inline float sum_lanes(F16 value) {
     const __m256 eight = _mm256_add_ps(value.low, value.high);
@@ -121,5 +181,6 @@ inline F16 even_lanes(F16 value) {
 
 constexpr int max_tile_rows = 4;
 constexpr int max_accumulators = 4;
+constexpr int max_int8_accumulators = 2;
 
 }  // namespace

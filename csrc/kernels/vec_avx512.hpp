@@ -63,6 +63,50 @@ inline void store_bf16(std::uint16_t* to, F16 value) {
 }
 #endif
 
+inline F16 load_bf16(const std::uint16_t* from) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+using Ints = __m512i;  // sixteen 32-bit sums
+
+inline Ints no_ints() { return _mm512_setzero_si512(); }
+// Sixteen pairs of 8-bit integers as pairs of 16 bits.
+inline Pairs widen_pairs(const std::int8_t* from) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline Pairs set1_pair(const std::int16_t* from) {
+    int pair;
+    __builtin_memcpy(&pair, from, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+inline Ints dot_ints(Ints sum, Pairs a, Pairs b) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(sum, a, b);
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+inline F16 to_float(Ints value) { return _mm512_cvtepi32_ps(value); }
+inline F16 load_half(const std::uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+// max |a|, |b| of all lanes; NaN when there is one, which compares as the largest integer.
+inline float largest_magnitude(F16 a, F16 b) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    const __m512i left = _mm512_and_si512(_mm512_castps_si512(a), magnitude);
+    const __m512i right = _mm512_and_si512(_mm512_castps_si512(b), magnitude);
+    const int bits = _mm512_reduce_max_epi32(_mm512_max_epi32(left, right));
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+}
+// Rounds to nearest even; values lie in the range of 16 bits.
+inline void store_int16(std::int16_t* to, F16 value) {
+    const __m256i narrow = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(value));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
+}
+
 // Two halves of the lanes, four times: a fixed tree.
 inline float sum_lanes(F16 value) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
@@ -87,5 +131,6 @@ inline F16 even_lanes(F16 value) { return _mm512_maskz_mov_ps(0x5555, value); }
 
 constexpr int max_tile_rows = 8;
 constexpr int max_accumulators = 24;
+constexpr int max_int8_accumulators = 12;  // each an integer and an fp32 sum
 
 }  // namespace

@@ -69,6 +69,59 @@ inline void store_bf16(std::uint16_t* to, F16 value) {
     for (int lane = 0; lane < 16; ++lane) to[lane] = static_cast<std::uint16_t>(rounded[lane]);
 }
 
+inline F16 load_bf16(const std::uint16_t* from) {
+    Pairs bits;
+    for (int lane = 0; lane < 16; ++lane) bits[lane] = from[lane];
+    return reinterpret_cast<F16>(bits << 16);
+}
+
+using Ints = I16;  // sixteen 32-bit sums
+
+inline Ints no_ints() { return Ints{}; }
+// Sixteen pairs of 8-bit integers as pairs of 16 bits.
+inline Pairs widen_pairs(const std::int8_t* from) {
+    Pairs pairs;
+    for (int lane = 0; lane < 16; ++lane) {
+        pairs[lane] = static_cast<std::uint32_t>(from[2 * lane] & 0xffff) |
+                      static_cast<std::uint32_t>(from[2 * lane + 1]) << 16;
+    }
+    return pairs;
+}
+inline Pairs set1_pair(const std::int16_t* from) {
+    std::uint32_t pair;
+    __builtin_memcpy(&pair, from, sizeof pair);
+    return pair - Pairs{};
+}
+// Of pairs of 16-bit integers, with their sign.
+inline I16 first_as_int(Pairs value) { return reinterpret_cast<I16>(value << 16) >> 16; }
+inline I16 second_as_int(Pairs value) { return reinterpret_cast<I16>(value) >> 16; }
+inline Ints dot_ints(Ints sum, Pairs a, Pairs b) {
+    return sum + first_as_int(a) * first_as_int(b) + second_as_int(a) * second_as_int(b);
+}
+inline F16 to_float(Ints value) { return __builtin_convertvector(value, F16); }
+// fp16 without infinities: exponent and mantissa in the places of fp32, then the difference of the two biases.
+inline F16 load_half(const std::uint16_t* from) {
+    Pairs bits;
+    for (int lane = 0; lane < 16; ++lane) bits[lane] = from[lane];
+    const F16 magnitude = reinterpret_cast<F16>((bits & 0x7fffu) << 13) * 0x1p112f;
+    return reinterpret_cast<F16>(reinterpret_cast<Pairs>(magnitude) | (bits & 0x8000u) << 16);
+}
+// max |a|, |b| of all lanes; NaN when there is one, which compares as the largest integer.
+inline float largest_magnitude(F16 a, F16 b) {
+    const Pairs left = reinterpret_cast<Pairs>(a) & 0x7fffffffu, right = reinterpret_cast<Pairs>(b) & 0x7fffffffu;
+    const Pairs both = left > right ? left : right;
+    std::uint32_t bits = both[0];
+    for (int lane = 1; lane < 16; ++lane) bits = both[lane] > bits ? both[lane] : bits;
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+}
+// Rounds to nearest even; values lie in the range of 16 bits.
+inline void store_int16(std::int16_t* to, F16 value) {
+    const I16 whole = __builtin_convertvector(round_even(value), I16);
+    for (int lane = 0; lane < 16; ++lane) to[lane] = static_cast<std::int16_t>(whole[lane]);
+}
+
 // Two halves of the lanes, four times: a fixed tree.
 inline float sum_lanes(F16 value) {
     float lanes[16];
@@ -105,5 +158,6 @@ inline F16 even_lanes(F16 value) {
 
 constexpr int max_tile_rows = 2;
 constexpr int max_accumulators = 2;
+constexpr int max_int8_accumulators = 2;
 
 }  // namespace

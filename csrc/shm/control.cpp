@@ -52,6 +52,10 @@ void WorkerSlot::store_state(WorkerState state) noexcept {
           static_cast<std::uint32_t>(layer_state.load(std::memory_order_relaxed) >> 8), state);
 }
 
+void WorkerSlot::store_layer(std::uint32_t layer) noexcept {
+    store(plan.load(std::memory_order_relaxed), layer, WorkerState::computing);
+}
+
 Progress WorkerSlot::load() const noexcept {
     Progress found{};
     for (int attempt = 0; attempt < read_tries; ++attempt) {

@@ -57,6 +57,8 @@ struct alignas(cache_line) WorkerSlot {
 
     void store(std::uint64_t plan_number, std::uint32_t layer, WorkerState state) noexcept;
     void store_state(WorkerState state) noexcept;
+    // The plan as it is, computing.
+    void store_layer(std::uint32_t layer) noexcept;
     // A writer killed inside leaves the version odd: after a bounded number of tries the words are returned as found.
     Progress load() const noexcept;
 };

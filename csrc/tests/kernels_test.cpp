@@ -13,6 +13,7 @@
 #include "kernels/kernels.hpp"
 #include "kernels/partition.hpp"
 #include "kernels/step.hpp"
+#include "kernels/team.hpp"
 #include "shm/communicator.hpp"
 #include "shm/control.hpp"
 
@@ -74,6 +75,41 @@ void test_linear(Level level, DType dtype) {
     }
 }
 
+// Panels of random integers with scales of 2^-10 … 2^-7.
+std::vector<std::byte> int8_panels(std::size_t panels, std::size_t columns, unsigned seed) {
+    const std::size_t bytes = panel_bytes(columns, DType::bf16, WeightType::int8);
+    std::vector<std::byte> result(panels * bytes);
+    std::mt19937 random(seed);
+    for (std::size_t i = 0; i < result.size(); ++i) {
+        const std::size_t at = i % int8_block_bytes;
+        // The second byte of a little-endian fp16 has its exponent.
+        const std::uint32_t value = at >= int8_scale_bytes ? random() : at % 2 == 0 ? 0 : 20 + random() % 12;
+        result[i] = static_cast<std::byte>(value);
+    }
+    return result;
+}
+
+void test_int8(Level level, DType dtype) {
+    const Kernels& table = kernels::kernels(level, dtype);
+    constexpr std::size_t panels = 4, columns = 80, padded = int8_columns(columns), groups = padded / int8_group, most = 40;
+    const std::vector<std::byte> weights = int8_panels(panels, columns, 6);
+    const Values x(dtype, most * columns, 7);
+    std::vector<std::int16_t> values(most * padded);
+    std::vector<float> factors(most * groups), whole(most * panels * panel_rows);
+    const Panels all{weights.data(), panels, columns, nullptr};
+    const auto digits = [&](std::size_t rows) { return Digits{values.data(), factors.data(), padded, groups, rows}; };
+    table.quantise({x.data(), columns, most}, columns, digits(most));
+    expect(std::all_of(values.end() - (padded - columns), values.end(), [](int value) { return value == 0; }), "padding");
+    table.linear_int8(all, digits(most), whole.data(), panels * panel_rows);
+    for (std::size_t rows = 1; rows <= most; ++rows) {
+        std::vector<float> part(rows * panels * panel_rows);
+        table.linear_int8(all, digits(rows), part.data(), panels * panel_rows);
+        expect(std::equal(part.begin(), part.end(), whole.begin()), "int8 bits over " + std::to_string(rows) + " rows");
+        std::vector<std::byte> gated(rows * panels * panel_rows * element_bytes(dtype));
+        table.gated_int8(all, all, digits(rows), gated.data(), panels * panel_rows);
+    }
+}
+
 void test_attention(Level level, DType dtype) {
     const Kernels& table = kernels::kernels(level, dtype);
     constexpr std::size_t page_tokens = 16, head_dim = 32, blocks = 5, heads = 3;
@@ -112,8 +148,8 @@ void test_attention(Level level, DType dtype) {
 // A small random model, one buffer per tensor.
 class Model {
 public:
-    explicit Model(DType dtype)
-        : shape{2, 144, 9, 3, 16, 288, 523, 1e-5f, dtype},
+    Model(DType dtype, WeightType weights)
+        : shape{2, 144, 9, 3, 16, 288, 523, 1e-5f, dtype, weights},
           norm_(1024, 1.0f),
           embed_(dtype, 33 * panel_rows * shape.hidden, 10),
           qkv_(dtype, 15 * panel_rows * shape.hidden, 11, 0.08f),
@@ -121,6 +157,8 @@ public:
           gate_(dtype, 18 * panel_rows * shape.hidden, 13, 0.08f),
           up_(dtype, 18 * panel_rows * shape.hidden, 14, 0.08f),
           down_(dtype, 9 * panel_rows * shape.intermediate, 15, 0.06f),
+          int8_(int8_panels(33, shape.hidden, 16)),
+          int8_down_(int8_panels(9, shape.intermediate, 17)),
           cosine_(256 * 8, 0.8f),
           sine_(256 * 8, 0.6f) {}
 
@@ -132,8 +170,10 @@ public:
     }
     Weights weights(const RankCut& cut) const {
         const auto panels = [&](const Values& matrix, Range range, std::size_t columns) {
-            const std::size_t panel_bytes = panel_rows * columns * element_bytes(shape.dtype);
-            return Panels{matrix.bytes.data() + range.start * panel_bytes, range.size(), columns, nullptr};
+            const auto& int8 = columns == shape.intermediate ? int8_down_ : int8_;
+            const auto& bytes = shape.weights == WeightType::int8 ? int8 : matrix.bytes;
+            const std::size_t size = panel_bytes(columns, shape.dtype, shape.weights);
+            return Panels{bytes.data() + range.start * size, range.size(), columns, nullptr};
         };
         Weights result{embed_.data(), {}, norm_.data(), panels(embed_, cut.vocab, shape.hidden)};
         for (std::size_t layer = 0; layer < shape.layers; ++layer) {
@@ -150,6 +190,7 @@ public:
 private:
     std::vector<float> norm_;
     Values embed_, qkv_, o_, gate_, up_, down_;
+    std::vector<std::byte> int8_, int8_down_;  // one matrix for all of a width
     std::vector<float> cosine_, sine_;
 };
 
@@ -161,7 +202,7 @@ std::unique_ptr<std::byte[], FreeAligned> zeros(std::size_t count) {
 }
 
 // Prefills 37 tokens in chunks, then decodes one; the last logits of every rank must be those of `tp` 1.
-std::vector<float> run_domain(const Model& model, Level level, std::size_t tp) {
+std::vector<float> run_domain(const Model& model, Level level, std::size_t tp, std::size_t threads = 1) {
     constexpr std::size_t page_tokens = 16, pages = 12;
     const Limits limits{40, 4};
     const std::size_t arena_bytes = model.shape.layers * 2 * pages * page_tokens * 16 * element_bytes(model.shape.dtype);
@@ -183,9 +224,10 @@ std::vector<float> run_domain(const Model& model, Level level, std::size_t tp) {
                 shm::Membership{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(tp), 0, 1, rank},
                 shm::WaitPolicy{30.0, 0, nullptr});
         }
+        const std::unique_ptr<Team> team = threads > 1 ? std::make_unique<Team>(threads, std::vector<int>{}, 0) : nullptr;
         const RankCut cut = model.cut(rank, tp);
         Step step(model.shape, cut, model.weights(cut), {arena.get(), pages, page_tokens}, exchange.get(), limits,
-                  peers.get(), kernels::kernels(level, model.shape.dtype));
+                  {peers.get(), team.get(), &control.worker(rank)}, kernels::kernels(level, model.shape.dtype));
         model.rotate(step);
         std::vector<std::int64_t> tokens(38);
         for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int64_t>(i * 37 % model.shape.vocab);
@@ -204,30 +246,63 @@ std::vector<float> run_domain(const Model& model, Level level, std::size_t tp) {
             if (peers != nullptr && !peers->arrive()) peers->wait();
         }
     };
-    std::vector<std::thread> threads;
-    for (std::size_t rank = 0; rank < tp; ++rank) threads.emplace_back(rank_main, rank);
-    for (std::thread& thread : threads) thread.join();
+    std::vector<std::thread> ranks;
+    for (std::size_t rank = 0; rank < tp; ++rank) ranks.emplace_back(rank_main, rank);
+    for (std::thread& thread : ranks) thread.join();
     for (const auto& result : results) expect(result == results[0], "every rank reads the same logits");
     return results[0];
 }
 
-void test_domains(Level level, DType dtype) {
-    const Model model(dtype);
+void test_domains(Level level, DType dtype, WeightType weights) {
+    const Model model(dtype, weights);
     const std::vector<float> reference = run_domain(model, level, 1);
     expect(std::all_of(reference.begin(), reference.end(), [](float value) { return value == value; }), "logits are numbers");
     for (const std::size_t tp : {2, 3, 9}) {
         expect(run_domain(model, level, tp) == reference, "bits at tp" + std::to_string(tp) + ", level " + name_of(level));
+    }
+    for (const std::size_t threads : {2, 3}) {
+        expect(run_domain(model, level, 1, threads) == reference, "bits of " + std::to_string(threads) + " threads");
+        expect(run_domain(model, level, 2, threads) == reference, "bits of 2 ranks of " + std::to_string(threads));
+    }
+}
+
+// Barriers in step, a job that fails at any of its barriers, and a team that goes on after it.
+void test_team() {
+    Team team(3, {}, 0);
+    for (int failing = 0; failing < 20; ++failing) {
+        std::vector<int> passed(3, 0);
+        int between = 0;
+        const auto job = [&](std::size_t thread) {
+            for (int step = 0; step < 10; ++step) {
+                passed[thread] = step + 1;
+                team.meet(thread, [&] {
+                    if (step == failing) throw shm::Broken("as asked");
+                    between += passed[0] == passed[1] && passed[1] == passed[2] ? 1 : 100;
+                });
+            }
+        };
+        bool failed = false;
+        try {
+            team.run(job);
+        } catch (const shm::Broken&) {
+            failed = true;
+        }
+        expect(failed == (failing < 10), "a team fails when thread 0 does");
+        expect(between == std::min(failing, 10), "a team's barriers hold every thread");
     }
 }
 
 }  // namespace
 
 int main() {
+    test_team();
     for (const Level level : usable_levels()) {
         for (const DType dtype : {DType::bf16, DType::fp32}) {
             test_linear(level, dtype);
+            test_int8(level, dtype);
             test_attention(level, dtype);
-            test_domains(level, dtype);
+            test_domains(level, dtype, WeightType::plain);
+            test_domains(level, dtype, WeightType::int8);
         }
         std::printf("%s: %s\n", name_of(level), failures == 0 ? "ok" : "failed");
     }

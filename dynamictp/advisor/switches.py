@@ -69,7 +69,8 @@ def _option(plan: Plan, source: Candidate, target: Candidate) -> SwitchOption:
     )
     freed = source.devices - target.devices
     added = (there.capacity.estimate / here.capacity.estimate - 1) * source.devices
-    gain = float(freed) if freed > 0 and target.stable else max(0.0, added)
+    as_good = target.stable and (target.meets_targets or not source.meets_targets)
+    gain = float(freed) if freed > 0 and as_good else max(0.0, added)
     return SwitchOption(
         source=source.name,
         target=target.name,

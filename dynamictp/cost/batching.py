@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dynamictp.cost.figures import Corner
+from dynamictp.cost.figures import Corner, Figure
 from dynamictp.cost.hardware import EngineLimits
 from dynamictp.cost.lengths import Z99, Workload
 from dynamictp.cost.memory import sequence_tokens
@@ -31,6 +31,16 @@ from dynamictp.cost.steps import StepModel
 
 _SAFETY_Z = 2.33
 """KV must hold the running batch in 99 of 100 moments, not only on average."""
+
+
+WAIT_RANGE = Figure(
+    1.0,
+    "derived",
+    "queueing formulas against step-by-step simulations: within a factor of two",
+    0.5,
+    1.5,
+    0.0,
+)
 
 
 class PromptCost(msgspec.Struct, frozen=True):
@@ -79,6 +89,7 @@ UNSTABLE = SteadyState(False, math.inf, math.inf, math.inf, 0.0, 1.0, math.inf)
 class Latency(msgspec.Struct, frozen=True):
     """Quantiles of one load. Seconds; infinite when the load is beyond capacity."""
 
+    ttft_mean: float
     ttft_p50: float
     ttft_p99: float
     tpot_mean: float
@@ -91,7 +102,7 @@ class Latency(msgspec.Struct, frozen=True):
     """Probability that a request waits for KV."""
 
 
-OVERLOADED = Latency(math.inf, math.inf, math.inf, math.inf, math.inf, math.inf, 0.0, 1.0)
+OVERLOADED = Latency(math.inf, math.inf, math.inf, math.inf, math.inf, math.inf, math.inf, 0.0, 1.0)
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -110,7 +121,7 @@ class Replica:
         self._limits = limits
         self._context = workload.running_context
         # The first token comes from the prompt's last step; the others take a decode step each.
-        self._decode_tokens = max(workload.mean_output - 1, 0.5)
+        self.decode_tokens = max(workload.mean_output - 1, 0.5)
         self._prompts = workload.prompts
         self._output_pairs = [(node.weight, node.tokens) for node in workload.outputs]
         self._alone_costs: dict[float, PromptCost] = {}
@@ -185,7 +196,7 @@ class Replica:
 
     def _mean_added(self, rows: float) -> tuple[float, float, float]:
         """E[m], E[m²] and the mean occupancy of prompts beside `rows` rows."""
-        costs = self._prompt_costs(rows)
+        costs = self.prompt_costs(rows)
         return (
             sum(weight * cost.added for weight, cost in costs),
             sum(weight * cost.added**2 for weight, cost in costs),
@@ -201,7 +212,7 @@ class Replica:
         rates = []
         for rows in {1, -(-self.max_batch // 4), -(-self.max_batch // 2), self.max_batch}:
             added, _, occupancy = self._mean_added(rows)
-            rate = rows / (self._decode_tokens * self.decode_s(rows) + rows * added)
+            rate = rows / (self.decode_tokens * self.decode_s(rows) + rows * added)
             rates.append(min(rate, 1 / occupancy))
         return max(rates)
 
@@ -209,7 +220,7 @@ class Replica:
         """The smallest batch at which `rate` requests per second are carried."""
         if self.max_batch < 1:
             return UNSTABLE
-        outputs = self._decode_tokens
+        outputs = self.decode_tokens
 
         def excess(rows: float) -> float:
             added, _, occupancy = self._mean_added(rows)
@@ -223,15 +234,16 @@ class Replica:
                 return UNSTABLE
             low, high = high, min(high * 2, float(self.max_batch))
         batch = bisect(lambda rows: excess(rows) > 0, low, high, rounds=12)
-        return self._state(rate, batch)
+        return self.state(rate, batch)
 
-    def _state(self, rate: float, batch: float) -> SteadyState:
+    def state(self, rate: float, batch: float) -> SteadyState:
+        """The state in which `rate` requests per second keep `batch` of them decoding."""
         added, second, occupancy = self._mean_added(batch)
         step = self.decode_s(batch)
         tpot = step / (1 - rate * added)
         # A request's TPOT varies with the batch it meets (Poisson) and the prompts that fall into its life.
         crowded = self.decode_s(batch + math.sqrt(batch)) / (1 - rate * added)
-        interruptions = rate * second * tpot / self._decode_tokens
+        interruptions = rate * second * tpot / self.decode_tokens
         return SteadyState(
             stable=True,
             batch=batch,
@@ -261,7 +273,7 @@ class Replica:
 
         def holds(rows: float) -> bool:
             asked = self._rate_of(rows) * replicas
-            state, costs = self._state(asked / replicas, rows), self._prompt_costs(rows)
+            state, costs = self.state(asked / replicas, rows), self.prompt_costs(rows)
             if state.tpot_s + Z99 * state.tpot_sigma_s > targets.tpot_s:
                 return False
             waits = self._waits(asked, replicas, state, costs)
@@ -274,32 +286,18 @@ class Replica:
         edge = bisect(lambda x: holds(math.exp(x)), math.log(smallest), math.log(largest), rounds=12)
         return self._rate_of(math.exp(edge)) * replicas
 
-    def closed(self, users: float, replicas: int, targets: Targets) -> tuple[float, Latency]:
-        """(requests per second, latencies) when `users` requests are always in the system, spread evenly.
-
-        Little's law again: those that decode, prefill and wait are the users, B + λ(B)·(S(B) + W(λ)) = users.
-        """
-        share = users / replicas
-
-        def present(rows: float) -> float:
-            rate = self._rate_of(rows)
-            costs = self._prompt_costs(rows)
-            wait = mgc_wait(rate, *_moments(costs), servers=1).mean
-            return rows + rate * (wait + sum(weight * cost.latency for weight, cost in costs))
-
-        top = min(share, float(self.max_batch))
-        rows = bisect(lambda rows: present(rows) < share, 0.0, top, rounds=30)
-        rate = self._rate_of(rows)
-        return rate * replicas, self._loaded(rate * replicas, replicas, self._state(rate, rows), targets)
-
     def _rate_of(self, rows: float) -> float:
         """Requests per second of one replica at which `rows` of them decode."""
         added = self._mean_added(rows)[0]
-        return rows / (self._decode_tokens * self.decode_s(rows) + rows * added)
+        return rows / (self.decode_tokens * self.decode_s(rows) + rows * added)
 
     def _loaded(self, rate: float, replicas: int, state: SteadyState, targets: Targets) -> Latency:
-        costs = self._prompt_costs(state.batch)
-        waits = self._waits(rate, replicas, state, costs)
+        waits = self._waits(rate, replicas, state, self.prompt_costs(state.batch))
+        return self.latencies(state, waits, targets)
+
+    def latencies(self, state: SteadyState, waits: tuple[Wait, Wait], targets: Targets) -> Latency:
+        """Quantiles in a known state; `waits` are those for the token budget and for KV."""
+        costs = self.prompt_costs(state.batch)
         services = [(weight, cost.latency) for weight, cost in costs]
         e2e = [
             (weight * part, service + (tokens - 1) * state.tpot_s)
@@ -312,6 +310,7 @@ class Replica:
             if service <= targets.ttft_s
         )
         return Latency(
+            ttft_mean=sum(weight * service for weight, service in services) + sum(w.mean for w in waits),
             ttft_p50=quantile_of_sum(0.5, services, waits),
             ttft_p99=quantile_of_sum(0.99, services, waits),
             tpot_mean=state.tpot_s,
@@ -322,7 +321,8 @@ class Replica:
             kv_wait=waits[1].probability,
         )
 
-    def _prompt_costs(self, rows: float) -> list[tuple[float, PromptCost]]:
+    def prompt_costs(self, rows: float) -> list[tuple[float, PromptCost]]:
+        """(probability, cost) of the workload's prompts beside `rows` decoding rows."""
         if rows <= 0:
             return [(node.weight, self._alone(node.tokens)) for node in self._prompts]
         beside = self._beside(rows)
@@ -335,6 +335,7 @@ class Replica:
         blind = self.steps.corner is Corner.SLOW
         servers = 1 if blind else replicas
         prompts = mgc_wait(rate / replicas if blind else rate, mean, second, servers)
+        prompts = Wait(prompts.probability, prompts.scale * WAIT_RANGE.at(self.steps.corner))
         life = state.resident / (rate / replicas) if rate else 0.0
         slots = self.max_batch * servers
         if state.resident * servers >= slots:
@@ -345,7 +346,7 @@ class Replica:
         return prompts, Wait(blocked, life / (slots - state.resident * servers))
 
     def _unloaded(self, targets: Targets) -> Latency:
-        services = [(weight, cost.latency) for weight, cost in self._prompt_costs(0.0)]
+        services = [(weight, cost.latency) for weight, cost in self.prompt_costs(0.0)]
         shortest = min(self._workload.prompts, key=lambda node: node.tokens).tokens
         tpot = self.steps.decode(1.0, shortest).total_s
         e2e = [
@@ -355,6 +356,7 @@ class Replica:
         ]
         fast = sum(weight for weight, service in services if service <= targets.ttft_s)
         return Latency(
+            ttft_mean=sum(weight * service for weight, service in services),
             ttft_p50=quantile_of_sum(0.5, services, ()),
             ttft_p99=quantile_of_sum(0.99, services, ()),
             tpot_mean=tpot,

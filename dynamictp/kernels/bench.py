@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamictp.bench.machine import describe_machine, probe_memory
-from dynamictp.facts import DType
+from dynamictp.facts import DType, WeightType
 from dynamictp.kernels.native import NativeModel, collapse
 from dynamictp.kernels.select import LEVELS, kernel_level
 from dynamictp.kv import KVSpec
@@ -51,10 +51,10 @@ class Timing(NamedTuple):
         )
 
 
-def load(path: str, dtype: DType, level: str, tokens: int) -> Loaded:
+def load(path: str, dtype: DType, level: str, tokens: int, weights_type: WeightType = "") -> Loaded:
     """Read a model, with pages for `tokens` tokens."""
     source = open_model(path)
-    weights_index = plan_weights(source.facts, dtype, "panels")
+    weights_index = plan_weights(source.facts, dtype, "panels", weights_type)
     weights = shared_bytes(weights_index.total_bytes)
     load_weights(source, weights_index, weights)
     spec = KVSpec.of(source.facts, PAGE_TOKENS, dtype)
@@ -110,13 +110,20 @@ class Plan:
     steps: int
     prompt: int
     chunk: int
+    threads: int = 1
 
 
 def measure(loaded: Loaded, tp: int, plan: Plan) -> Iterator[str]:
     """A line for every batch, and one for the prefill."""
     cores = sorted(os.sched_getaffinity(0))
-    limits = {"max_tokens": max(plan.chunk, *plan.batches), "max_rows": max(plan.batches)}
-    with NativeDomain(loaded.model, tp, **limits, cores=cores if tp <= len(cores) else ()) as domain:
+    with NativeDomain(
+        loaded.model,
+        tp,
+        max_tokens=max(plan.chunk, *plan.batches),
+        max_rows=max(plan.batches),
+        threads=plan.threads,
+        cores=cores if tp * plan.threads <= len(cores) else (),
+    ) as domain:
         for batch in plan.batches:
             timing = decode(domain, loaded, batch, plan.context, plan.steps)
             yield (
@@ -131,6 +138,8 @@ def measure(loaded: Loaded, tp: int, plan: Plan) -> Iterator[str]:
 @click.command()
 @click.option("--model", default="demo")
 @click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16")
+@click.option("--weights", type=click.Choice(["", "int8"]), default="", help="Quantisation.")
+@click.option("--threads", default=1, help="Threads of each rank.")
 @click.option("--level", type=click.Choice(LEVELS), help="CPU-feature level; the best by default.")
 @click.option("--tp", "degrees", multiple=True, type=int, default=(1, 2))
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 4, 16, 32, 64))
@@ -140,14 +149,24 @@ def measure(loaded: Loaded, tp: int, plan: Plan) -> Iterator[str]:
 @click.option("--chunk", default=512)
 @click.option("--probe/--no-probe", default=True, help="Print the memory state before and after.")
 def main(
-    *, model: str, dtype: DType, level: str | None, degrees: tuple[int, ...], probe: bool, **plan: Any
+    *,
+    model: str,
+    dtype: DType,
+    weights: WeightType,
+    level: str | None,
+    degrees: tuple[int, ...],
+    probe: bool,
+    **plan: Any,
 ) -> None:
     """Step times of the native kernels."""
     wanted = Plan(**plan)
     tokens = max(max(wanted.batches) * (wanted.context + PAGE_TOKENS), wanted.prompt + PAGE_TOKENS)
-    loaded = load(model, dtype, level or kernel_level(), tokens)
+    loaded = load(model, dtype, level or kernel_level(), tokens, weights)
     huge = collapse(loaded.model.weights)
-    click.echo(f"{describe_machine()}; {loaded.model.level}, {huge:.0%} of the weights in huge pages")
+    click.echo(
+        f"{describe_machine()}; {loaded.model.level}, {weights or dtype} weights, {huge:.0%} of them in huge "
+        f"pages, {wanted.threads} thread(s) a rank"
+    )
     if probe:
         click.echo(probe_memory())
     for tp in degrees:

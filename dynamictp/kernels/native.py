@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamictp import native
-from dynamictp.facts import PANEL_ROWS, DType, ModelFacts
+from dynamictp.facts import PANEL_ROWS, DType, ModelFacts, WeightType
 from dynamictp.kv import KVSpec
 from dynamictp.model.weights import WeightIndex
 from dynamictp.ranges import Range, ShardRanges
@@ -40,7 +40,7 @@ def native_exchange_bytes(
 @dataclass(frozen=True)
 class NativeModel:
     """What a process has for all its domains: a model, its packed weights and the KV arena (uint8, shared
-    mappings aligned to 64 bytes).
+    mappings aligned to 64 bytes), and its threads (`open_team`), None for one.
     """
 
     facts: ModelFacts
@@ -50,6 +50,7 @@ class NativeModel:
     spec: KVSpec
     rotation: Rotation
     level: str
+    team: Any = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for memory that does not fit the model."""
@@ -66,7 +67,8 @@ class NativeModel:
 @dataclass(frozen=True)
 class NativeExchange:
     """The shared payload of one domain (uint8, `native_exchange_bytes`), the largest step it was sized for,
-    and the address of this rank's native communicator, 0 in a domain of one rank.
+    the address of this rank's native communicator, 0 in a domain of one rank, and that of its worker's
+    progress word, 0 when nobody reads it.
     """
 
     payload: Bytes
@@ -74,6 +76,7 @@ class NativeExchange:
     max_rows: int
     world: int = 1
     communicator: int = 0
+    progress: int = 0
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for a communicator that does not fit the degree."""
@@ -106,7 +109,7 @@ class NativeForward:
         base = _address(model.weights)
         self._rotation, self._positions = model.rotation, 0
         self._step = native.require().Step(
-            _shape(facts, index.dtype),
+            _shape(facts, index.dtype, index.weights),
             {name: base + entry.offset for name, entry in index.entries.items()},
             qkv=_units(ranges.qkv, facts.head_dim),
             hidden=_units(ranges.hidden, PANEL_ROWS),
@@ -117,6 +120,8 @@ class NativeForward:
             page_tokens=model.spec.page_tokens,
             exchange=_address(payload),
             communicator=exchange.communicator,
+            progress=exchange.progress,
+            team=model.team,
             level=model.level,
             keep=(model, exchange),
             **limits,
@@ -174,6 +179,16 @@ class NativeForward:
         self._step.set_rotation(_address(cosine), _address(sine), len(cosine), (cosine, sine))
 
 
+def open_team(threads: int, cores: Sequence[int] = (), *, spin: int = 0) -> Any:
+    """The threads of one device, for `NativeModel.team`: the caller and `threads` - 1 helpers. None for one.
+
+    Helper i is bound to `cores[i]` if there are any, the caller binds itself to the first. Waits poll `spin`
+    times, then yield, then sleep. Raises `ValueError` for too few cores, `RuntimeError` when a thread can't
+    be started or bound.
+    """
+    return native.require().Team(threads, list(cores), spin) if threads > 1 else None
+
+
 def map_aligned(descriptor: int, size: int, *, writable: bool = True) -> Bytes:
     """uint8 [size] over a descriptor's shared memory, where huge pages can lie. Raises `OSError`."""
     mapped: Bytes = native.require().map_aligned(descriptor, size, writable)
@@ -191,7 +206,7 @@ def _address(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _shape(facts: ModelFacts, dtype: DType) -> Any:
+def _shape(facts: ModelFacts, dtype: DType, weights: WeightType = "") -> Any:
     return native.require().ModelShape(
         layers=facts.layers,
         hidden=facts.hidden,
@@ -202,6 +217,7 @@ def _shape(facts: ModelFacts, dtype: DType) -> Any:
         vocab=facts.vocab,
         epsilon=facts.norm_eps,
         dtype=dtype,
+        weights=weights,
     )
 
 

@@ -31,15 +31,24 @@ class KernelChoice(NamedTuple):
 
 
 def choose_kernels(
-    wanted: Literal["auto", "torch", "native"], facts: ModelFacts, page_tokens: int
+    wanted: Literal["auto", "torch", "native"],
+    facts: ModelFacts,
+    page_tokens: int,
+    *,
+    native_only: str = "",
 ) -> KernelChoice:
     """The path for this model on this machine. `auto` is native where it can be.
 
-    Raises `ConfigError` when native is asked for and can't be, or the environment names an unusable level.
+    `native_only` is the flag that torch has no kernels for, if one is given. Raises `ConfigError` when native
+    is asked for, also by such a flag, and can't be, or the environment names an unusable level.
     """
     if wanted == "torch":
+        if native_only:
+            raise ConfigError(f"{native_only} needs the native kernels; leave out --kernels torch")
         return KernelChoice("torch")
     reason = _unsuitable(facts, page_tokens)
+    if reason and native_only:
+        raise ConfigError(f"{native_only} needs the native kernels: {reason}")
     if reason and wanted == "native":
         raise ConfigError(f"--kernels native: {reason}")
     return KernelChoice("torch", reason=reason) if reason else KernelChoice("native", kernel_level())

@@ -24,6 +24,7 @@ def padded_rows(count: int) -> int:
         rows = rows * 3 // 2 if rows * 3 // 2 >= count and rows > MIN_ROWS else rows * 2
     return rows
 
+
 BufferName = Literal["q", "attn", "o", "mlp", "down", "logits", "tokens"]
 
 

@@ -15,6 +15,7 @@ from dynamictp.errors import ModelRefused
 from dynamictp.facts import ModelFacts
 from dynamictp.model.gguf_facts import facts_from_gguf
 from dynamictp.model.gguf_file import GGUFFile, GGUFTensor
+from dynamictp.model.int8 import Int8Rows
 from dynamictp.model.source import Array, check_tensors, widen
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _PLAIN: dict[GGMLQuantizationType, np.dtype[np.generic]] = {
     Kind.F16: np.dtype("<f2"),
     Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+_Q8_0_BYTES = 34  # of a block: an fp16 scale and 32 integers
 _BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
 SUPPORTED_TYPES = tuple(kind.name for kind in (*_PLAIN, *_BLOCKS))
 
@@ -88,14 +90,20 @@ class GGUFSource:
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         tensor = self._tensors[name]
-        raw = self._file.raw(tensor)
-        order = self._row_order(name)
-        part = raw[start:stop] if order is None else raw[order[start:stop]]
+        part = self._raw_rows(name, start, stop)
         plain = _PLAIN.get(tensor.kind)
         if plain is not None:
             return part.view(plain).reshape(-1, *tensor.shape[1:])
         with np.errstate(invalid="ignore", over="ignore"):  # a corrupt scale: the loader refuses the values
             return dequantize(part, tensor.kind)
+
+    def int8_rows(self, name: str, start: int, stop: int) -> Int8Rows | None:
+        tensor = self._tensors[name]
+        if tensor.kind is not Kind.Q8_0:
+            return None
+        blocks = self._raw_rows(name, start, stop).reshape(stop - start, -1, _Q8_0_BYTES)
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
+        return Int8Rows(blocks[:, :, 2:].view(np.int8).reshape(stop - start, -1), scales)
 
     def tensor(self, name: str) -> Array:
         return widen(self.rows(name, 0, self.shape(name)[0]))
@@ -117,6 +125,12 @@ class GGUFSource:
             template if isinstance(template, str) else None,
             special_tokens=special_tokens_from_gguf(self._file),
         )
+
+    def _raw_rows(self, name: str, start: int, stop: int) -> Array:
+        """Stored bytes of rows in Hugging Face order."""
+        raw = self._file.raw(self._tensors[name])
+        order = self._row_order(name)
+        return raw[start:stop] if order is None else raw[order[start:stop]]
 
     def _row_order(self, name: str) -> Array | None:
         if name.endswith((".q_proj.weight", ".q_proj.bias")):

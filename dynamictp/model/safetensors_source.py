@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from dynamictp.errors import ModelRefused
 from dynamictp.facts import ModelFacts
 from dynamictp.model.config_json import read_facts, read_json, read_sampling_defaults
+from dynamictp.model.int8 import Int8Rows
 from dynamictp.model.source import Array, check_tensors, widen
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class SafetensorsSource:
     def rows(self, name: str, start: int, stop: int) -> Array:
         values: Array = self._slice(name)[start:stop]
         return values
+
+    def int8_rows(self, name: str, start: int, stop: int) -> Int8Rows | None:
+        return None
 
     def tensor(self, name: str) -> Array:
         return widen(self.rows(name, 0, self.shape(name)[0]))

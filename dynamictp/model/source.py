@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dynamictp.errors import ModelRefused
 from dynamictp.facts import ModelFacts
+from dynamictp.model.int8 import Int8Rows
 
 if TYPE_CHECKING:
     from dynamictp.model.chat import ChatTemplate
@@ -55,6 +56,10 @@ class ModelSource(Protocol):
 
         The type is as stored for float32, float16 and bfloat16, and float32 for block-quantised tensors.
         """
+        ...
+
+    def int8_rows(self, name: str, start: int, stop: int) -> Int8Rows | None:
+        """Rows [start, stop) of a matrix that is stored in the form of `model.int8`; None for all others."""
         ...
 
     def tensor(self, name: str) -> Array:

@@ -45,14 +45,17 @@ def serve_forever(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Its lines of starting and stopping repeat what `say` tells.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # Texts are tokenized one by one: a pool of threads in the library would idle and be lost in a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code = asyncio.run(_Launch(config).run())
     if code:
         sys.exit(code)
 
 
 def say(text: str) -> None:
-    """A line for the person who started the server."""
-    click.echo(text, err=True)
+    """A line for the person who started the server, if there still is one."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
 
 
 class _Launch:
@@ -68,11 +71,13 @@ class _Launch:
         stop = StopSignals()
         interrupted = stop.end
         source = open_model(config.model)
-        kernels = choose_kernels(config.kernels, source.facts, config.page_tokens)
+        kernels = choose_kernels(
+            config.kernels, source.facts, config.page_tokens, native_only=_native_only(config)
+        )
         if kernels.reason:
             say(f"torch kernels, several times slower: {kernels.reason}")
         packed = kernels.path == "native"
-        index = plan_weights(source.facts, config.dtype, "panels" if packed else "rows")
+        index = plan_weights(source.facts, config.dtype, "panels" if packed else "rows", config.weights)
         plan = plan_node(
             config,
             source.facts,
@@ -81,6 +86,11 @@ class _Launch:
             available_bytes=available_memory_bytes(),
             communicators=native.load() is not None,
         )
+        if plan.oversubscribed:
+            say(
+                f"{plan.devices} device(s) of {config.cores_per_device} core(s) share {len(usable_cores())}: "
+                "slower than one core each"
+            )
         supervisor = Supervisor(config, plan, index, kernels.level)
         service = self._service(source, plan, supervisor)
         runner = ServerRunner(create_app(service), config.host, config.port)
@@ -212,6 +222,13 @@ def _raise_failure(supervisor: Supervisor, interrupted: asyncio.Future[int]) -> 
     """A child that ends after a signal is no failure."""
     if supervisor.failed.done() and not interrupted.done():
         raise supervisor.failed.result()
+
+
+def _native_only(config: ServeConfig) -> str:
+    """The flag that only the native kernels can follow, if one is given."""
+    if config.weights:
+        return f"--weights {config.weights}"
+    return f"--cores-per-device {config.cores_per_device}" if config.cores_per_device > 1 else ""
 
 
 def _template(config: ServeConfig, source: ModelSource) -> ChatTemplate:

@@ -8,13 +8,14 @@ import tempfile
 from typing import IO
 
 from dynamictp.errors import FatalError, ModelRefused
+from dynamictp.model.weights import WeightIndex
 from dynamictp.server.child import Child, end_children
 
 MOST_LOADERS = 4
 
 
-async def load_weights(model: str, dtype: str, layout: str, descriptor: int, *, cores: int) -> None:
-    """Write every weight of the model, in `layout`, to the memory behind `descriptor`.
+async def load_weights(model: str, index: WeightIndex, descriptor: int, *, cores: int) -> None:
+    """Write every weight of the model, in the form of `index`, to the memory behind `descriptor`.
 
     Raises `ModelRefused`, or `FatalError` when a loader fails otherwise.
     """
@@ -25,7 +26,8 @@ async def load_weights(model: str, dtype: str, layout: str, descriptor: int, *, 
             # A file, not a pipe: nobody has to read it for the loader to end.
             errors = files.enter_context(tempfile.TemporaryFile())
             arguments = [
-                *("dynamictp.server.loader", "--model", model, "--dtype", dtype, "--layout", layout),
+                *("dynamictp.server.loader", "--model", model, "--dtype", index.dtype),
+                *("--layout", index.layout, "--weights", index.weights),
                 *("--fd", str(descriptor), "--part", f"{part}/{parts}"),
             ]
             child = Child("loader", arguments, descriptors=(descriptor,), stderr=errors.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from dynamictp.server.answers import json_response, read_body
 from dynamictp.server.fields import parse_object
 from dynamictp.server.generation import Generation
-from dynamictp.server.prompts import chat_job, chat_tokens, completion_job, text_tokens
+from dynamictp.server.prompts import INLINE_CHARS, chat_job, chat_tokens, completion_job, text_tokens
 from dynamictp.server.render import ChatRenderer, CompletionRenderer
 from dynamictp.server.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from dynamictp.server.responses import GenerationResponse
@@ -89,7 +90,11 @@ class OpenAIRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         tokens, skip = parse_detokenize(await self._body(request), self._service.facts.vocab)
-        return json_response({"prompt": self._service.tokenizer.decode(tokens, skip_special_tokens=skip)})
+        if len(tokens) <= INLINE_CHARS:
+            text = self._service.tokenizer.decode(tokens, skip)
+        else:
+            text = await asyncio.to_thread(self._service.tokenizer.decode, tokens, skip)
+        return json_response({"prompt": text})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return parse_object(await read_body(request, self._service.body_limit_bytes))

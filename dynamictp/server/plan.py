@@ -55,14 +55,13 @@ def plan_node(
     communicators: bool,
 ) -> NodePlan:
     """Raises `ConfigError` for a layout that can't be, `ResourceError` when memory does not suffice."""
-    if config.cores_per_device > 1:
-        raise ConfigError("--cores-per-device above 1 is not built yet")
     devices = config.devices or max(1, len(cores) // config.cores_per_device)
     degrees = legal_degrees(facts, config.numerics, devices=devices, communicators=communicators)
     try:
         layout = check_layout(config.layout, degrees, devices, config.model_name)
     except LayoutRefused as error:
-        raise ConfigError(f"--layout {error.message}") from error
+        reason = "" if communicators else "; without the native extension only tp1 shapes are legal"
+        raise ConfigError(f"--layout {error.message}{reason}") from error
     spec = KVSpec.of(facts, config.page_tokens, config.dtype)
     kv_bytes, arena_pages = _arena(config, spec, weight_bytes, devices, available_bytes)
     context = min(config.max_model_len or facts.max_context, facts.max_context)

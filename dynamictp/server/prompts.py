@@ -21,29 +21,34 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What all prompts of a request share. `default` None: the output may take the rest of the context."""
+    """What all prompts of a request share. `default` None: the output may take the rest of the context.
+    `echo`: the text of prompts given as ids is wanted.
+    """
 
     common: Common
     stops: StopSet
     default: int | None
     logprobs: int | None
     prompt_logprobs: int | None = None
+    echo: bool = False
 
 
 async def completion_job(service: Service, request: CompletionRequest, arrival_s: float) -> Job:
     """Raises `BadRequest`, `CapacityError`."""
     common = request.common
     scored = request.logprobs if request.echo else None
-    recipe = _Recipe(common, StopSet(common.stop), DEFAULT_COMPLETION_TOKENS, request.logprobs, scored)
-    prompts = []
-    for prompt in request.prompts:
-        if isinstance(prompt, str):
-            text, ids = prompt, await _encode(service, prompt, request.add_special_tokens)
-        else:
-            ids = prompt
-            text = service.tokenizer.decode(ids, common.skip_special_tokens) if request.echo else ""
-        prompts.append(_prompt_tokens(service, recipe, text, ids))
-    return _job(service, "cmpl", common, tuple(prompts), arrival_s)
+    recipe = _Recipe(
+        common, StopSet(common.stop), DEFAULT_COMPLETION_TOKENS, request.logprobs, scored, request.echo
+    )
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    encoded = iter(await _encode(service, texts, request.add_special_tokens))
+    prompts = tuple(
+        _prompt_tokens(service, recipe, prompt, next(encoded))
+        if isinstance(prompt, str)
+        else _prompt_tokens(service, recipe, None, prompt)
+        for prompt in request.prompts
+    )
+    return _job(service, "cmpl", common, prompts, arrival_s)
 
 
 async def chat_job(service: Service, request: ChatRequest, arrival_s: float) -> Job:
@@ -73,18 +78,26 @@ async def chat_tokens(service: Service, prompt: ChatPrompt) -> tuple[str, tuple[
 
 async def text_tokens(service: Service, text: str, add_special_tokens: bool) -> tuple[int, ...]:
     """Token ids of a text. Raises `BadRequest`."""
-    return await _encode(service, text, add_special_tokens)
+    (ids,) = await _encode(service, [text], add_special_tokens)
+    return ids
 
 
-async def _encode(service: Service, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    if len(text) > INLINE_CHARS:
-        return tuple(await asyncio.to_thread(service.tokenizer.encode, text, add_special_tokens))
-    return tuple(service.tokenizer.encode(text, add_special_tokens))
+async def _encode(service: Service, texts: list[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
+    def encode() -> list[tuple[int, ...]]:
+        return [tuple(service.tokenizer.encode(text, add_special_tokens)) for text in texts]
+
+    if sum(map(len, texts)) > INLINE_CHARS:
+        return await asyncio.to_thread(encode)
+    return encode()
 
 
-def _prompt_tokens(service: Service, recipe: _Recipe, text: str, ids: tuple[int, ...]) -> PromptTokens:
+def _prompt_tokens(service: Service, recipe: _Recipe, text: str | None, ids: tuple[int, ...]) -> PromptTokens:
+    """`text` None: the prompt came as ids."""
     common = recipe.common
     max_tokens = service.max_tokens(common.max_tokens, recipe.default, len(ids), common.max_tokens_field)
+    if text is None:
+        # Not before the length is known to fit.
+        text = service.tokenizer.decode(ids, common.skip_special_tokens) if recipe.echo else ""
     eos = () if common.ignore_eos else service.tokenizer.eos_ids
     stop_ids = tuple(sorted({*common.stop_token_ids, *eos}))
     min_tokens = min(common.min_tokens, max_tokens)

@@ -120,11 +120,10 @@ class Supervisor:
         for device in range(plan.devices):
             pool.begin(device, self._engine_incarnation)
         link = self._spawn_engine(str(plan.layout))
-        progress(f"loading {config.model} ({self._index.total_bytes / 1e6:.0f} MB, {config.dtype})")
+        kind = self._index.weights or self._index.dtype
+        progress(f"loading {config.model} ({self._index.total_bytes / 1e6:.0f} MB, {kind})")
         cores = len({core for cores in plan.cores for core in cores})
-        await load_weights(
-            config.model, config.dtype, self._index.layout, self._memory["weights"].fd, cores=cores
-        )
+        await load_weights(config.model, self._index, self._memory["weights"].fd, cores=cores)
         for device in range(plan.devices):
             pool.go(device)
         return link
@@ -222,6 +221,7 @@ class Supervisor:
             deadline_s=config.collective_deadline_s,
             spin=0 if plan.oversubscribed else SPIN,
             kernel_level=self._kernel_level,
+            threads=config.cores_per_device,
         )
 
     # ------------------------------------------------------------ engine

@@ -30,7 +30,8 @@ from dynamictp.testing.gate import (
 from dynamictp.testing.server_process import ServerProcess
 
 Progress = Callable[[str], None]
-WARM_SWITCHES = 40
+WARM_SWITCHES = 200
+"""After so many a worker's memory has reached its level (measured: 155 MB after 120, 157 from 240 to 600)."""
 _TIMEOUT = httpx.Timeout(300.0, connect=10.0)
 
 

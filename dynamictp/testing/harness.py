@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from dynamictp.errors import DomainError
-from dynamictp.facts import DType, ModelFacts, RopeFacts
+from dynamictp.facts import DType, ModelFacts, RopeFacts, WeightType
 from dynamictp.kv import KVSpec
 from dynamictp.messages import (
     ArenaFacts,
@@ -118,7 +118,8 @@ class LockstepNode:
     """`devices` workers as threads that share weights, KV arena and exchange memory. A context manager.
 
     `weights` are row-major (index, buffer), random by default; `arena` is uint8, for tests that look into it.
-    With a `kernel_level` the workers run the native kernels on the same weights, packed.
+    With a `kernel_level` the workers run the native kernels on the same weights, packed and `quantised`, each
+    with `threads` threads.
     """
 
     def __init__(
@@ -133,12 +134,14 @@ class LockstepNode:
         max_rows: int = 64,
         weights: tuple[WeightIndex, NDArray[np.uint8]] | None = None,
         kernel_level: str = "",
+        quantised: WeightType = "",
+        threads: int = 1,
     ) -> None:
         self.facts = facts
         self.dtype: DType = dtype
         self.index, self.weights = weights or random_weights(facts, 0, dtype)
         if kernel_level:
-            self.index, self.weights = pack_weights(facts, self.index, self.weights)
+            self.index, self.weights = pack_weights(facts, self.index, self.weights, quantised)
         self.spec = KVSpec.of(facts, page_tokens, dtype)
         pages = blocks * facts.kv_heads
         self.arena = torch.zeros(pages * self.spec.page_bytes, dtype=torch.uint8)
@@ -166,6 +169,7 @@ class LockstepNode:
             deadline_s=30.0,
             spin=0,
             kernel_level=kernel_level,
+            threads=threads,
         )
         self.workers = [self._worker(msgspec.structs.replace(start, device=d)) for d in range(devices)]
         self.threads = [

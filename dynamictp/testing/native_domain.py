@@ -9,13 +9,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamictp.facts import ModelFacts
+from dynamictp.facts import ModelFacts, WeightType
 from dynamictp.kernels.native import (
     Bytes,
     NativeExchange,
@@ -23,12 +24,14 @@ from dynamictp.kernels.native import (
     NativeModel,
     map_aligned,
     native_exchange_bytes,
+    open_team,
 )
+from dynamictp.model.int8 import pack_int8, quantise
 from dynamictp.model.panels import pack
 from dynamictp.model.weights import WeightIndex, plan_weights, view_weight
 from dynamictp.ranges import shard_ranges
-from dynamictp.worker.comm.control import ControlState, bytes_needed, open_control
-from dynamictp.worker.comm.shm import ShmCommunicator, create_shared, region_bytes
+from dynamictp.worker.comm.control import ControlBlock, ControlState, bytes_needed, open_control
+from dynamictp.worker.comm.shm import ShmCommunicator, create_shared, default_spin, region_bytes
 
 T = TypeVar("T")
 
@@ -51,14 +54,18 @@ def shared_bytes(size: int) -> Bytes:
 
 
 def pack_weights(
-    facts: ModelFacts, rows: WeightIndex, buffer: Bytes
+    facts: ModelFacts, rows: WeightIndex, buffer: Bytes, weights: WeightType = ""
 ) -> tuple[WeightIndex, NDArray[np.uint8]]:
     """Row-major weights as packed ones: the index, and a buffer of its own."""
-    index = plan_weights(facts, rows.dtype, "panels")
+    index = plan_weights(facts, rows.dtype, "panels", weights)
     packed = shared_bytes(index.total_bytes)
     for name, entry in index.entries.items():
-        source, target = view_weight(rows, buffer, name), view_weight(index, packed, name)
-        if len(entry.shape) == 2:
+        # A quantised head stands beside the embedding that it is tied to.
+        source = view_weight(rows, buffer, name if name in rows.entries else "embed")
+        target = view_weight(index, packed, name)
+        if entry.dtype == "int8":
+            pack_int8(quantise(source), target)
+        elif len(entry.shape) == 2:
             pack(source, target)
         else:
             target[...] = source
@@ -66,9 +73,10 @@ def pack_weights(
 
 
 class NativeDomain:
-    """`tp` ranks over one copy of weights and one arena. A context manager.
+    """`tp` ranks over one copy of weights and one arena, of `threads` threads each. A context manager.
 
-    With `cores`, rank r's thread is bound to the r-th of them.
+    With `cores`, rank r's threads are bound to the r-th `threads` of them. `control` has a progress word for
+    each rank, and slot 0 live at epoch 1.
     """
 
     def __init__(
@@ -78,26 +86,37 @@ class NativeDomain:
         *,
         max_tokens: int = 512,
         max_rows: int = 64,
+        threads: int = 1,
         cores: Sequence[int] = (),
+        control: ControlBlock | None = None,
     ) -> None:
         self.tp = tp
         facts, dtype = model.facts, model.index.dtype
         size = native_exchange_bytes(facts, dtype, max_tokens=max_tokens, max_rows=max_rows, world=tp)
         payload = shared_bytes(size)
-        self.comms = _communicators(tp) if tp > 1 else []
+        control = control or _live_control(tp)
+        self.comms = _communicators(tp, control) if tp > 1 else []
+        sets = [cores[rank * threads : (rank + 1) * threads] for rank in range(tp)]
         self.ranks = [
             NativeForward(
-                model,
+                replace(model, team=open_team(threads, sets[rank], spin=default_spin(tp * threads))),
                 shard_ranges(facts, tp, rank),
                 NativeExchange(
-                    payload, max_tokens, max_rows, tp, self.comms[rank].core_address if tp > 1 else 0
+                    payload,
+                    max_tokens,
+                    max_rows,
+                    tp,
+                    self.comms[rank].core_address if tp > 1 else 0,
+                    control.progress_address(rank),
                 ),
             )
             for rank in range(tp)
         ]
+        self._control = control  # the ranks hold an address inside
         self._threads = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(tp)]
-        for rank, core in enumerate(cores[:tp]):
-            self._threads[rank].submit(os.sched_setaffinity, 0, {core}).result()
+        for thread, own in zip(self._threads, sets, strict=True):
+            if own:
+                thread.submit(os.sched_setaffinity, 0, own[:1]).result()
 
     def step(self, parts: Sequence[Part], rows: Sequence[int]) -> tuple[NDArray[np.float32], list[int]]:
         """Run all ranks; a copy of the logits [len(rows), V] of batch rows `rows`, and their arg-max.
@@ -125,10 +144,12 @@ class NativeDomain:
 
     def on_all(self, call: Callable[[NativeForward], T]) -> list[T]:
         """Call with every rank's forward in that rank's thread, at once."""
-        futures = [
-            thread.submit(call, forward) for thread, forward in zip(self._threads, self.ranks, strict=True)
-        ]
+        futures = [self.on_rank(rank, call) for rank in range(self.tp)]
         return [future.result() for future in futures]
+
+    def on_rank(self, rank: int, call: Callable[[NativeForward], T]) -> Future[T]:
+        """Call with one rank's forward in that rank's thread."""
+        return self._threads[rank].submit(call, self.ranks[rank])
 
     def close(self) -> None:
         for thread in self._threads:
@@ -143,9 +164,13 @@ class NativeDomain:
         self.close()
 
 
-def _communicators(tp: int) -> list[ShmCommunicator]:
+def _live_control(tp: int) -> ControlBlock:
     control = open_control(mmap.mmap(-1, bytes_needed(1, tp)), 1, tp)
     control.set_control(0, 1, ControlState.LIVE)
+    return control
+
+
+def _communicators(tp: int, control: ControlBlock) -> list[ShmCommunicator]:
     size = region_bytes(tp, 64)
     region = mmap.mmap(-1, size)
     return [

@@ -23,7 +23,10 @@ REST_POLL_S = 1.0
 REST_POLLS = 10
 
 Footprint = dict[int, dict[str, int]]
-"""By process id: anonymous memory in bytes, descriptors, threads and mappings."""
+"""By process id: anonymous memory in bytes, descriptors, threads, and mappings of shared memory and files.
+
+The number of anonymous mappings is no measure: allocators split and join them. Their memory is counted.
+"""
 
 
 class ServerProcess(server.ServerProcess):
@@ -68,7 +71,7 @@ class ServerProcess(server.ServerProcess):
 
     def footprint(self) -> Footprint:
         """What every descendant holds now."""
-        return {pid: _footprint(pid) for pid in self.children()}
+        return {pid: footprint_of(pid) for pid in self.children()}
 
     async def footprint_at_rest(self) -> Footprint:
         """What every descendant holds once that does not change any more: idle workers give memory back."""
@@ -103,14 +106,16 @@ class ServerProcess(server.ServerProcess):
         return found
 
 
-def _footprint(pid: int) -> dict[str, int]:
+def footprint_of(pid: int) -> dict[str, int]:
+    """What the process holds now, as a value of `Footprint`."""
     status = {}
     with open(f"/proc/{pid}/status", encoding="ascii") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             status[name] = value.strip()
     with open(f"/proc/{pid}/maps", encoding="utf-8") as lines:
-        mappings = sum(1 for _ in lines)
+        # address, permissions, offset, device, inode, path: anonymous ones have inode 0
+        mappings = sum(line.split(maxsplit=5)[4] != "0" for line in lines)
     return {
         "anonymous_bytes": int(status["RssAnon"].split()[0]) << 10,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),

@@ -101,16 +101,19 @@ class NativeComputation:
         comm: Communicator,
         *,
         payload: NDArray[np.uint8],
+        progress: int,
         max_tokens: int,
         max_rows: int,
     ) -> None:
-        """Raises `ResourceError` for ranks that do not meet in shared memory."""
+        """`progress` is the address of the worker's progress word. Raises `ResourceError` for ranks that do
+        not meet in shared memory.
+        """
         if opened.tp > 1 and not isinstance(comm, ShmCommunicator):
             raise ResourceError(
                 "the native kernels meet their peers through the shared-memory communicator only"
             )
         address = comm.core_address if isinstance(comm, ShmCommunicator) else 0
-        exchange = NativeExchange(payload, max_tokens, max_rows, opened.tp, address)
+        exchange = NativeExchange(payload, max_tokens, max_rows, opened.tp, address, progress)
         self._forward = NativeForward(model, shard_ranges(model.facts, opened.tp, opened.rank), exchange)
         # A rank alone has no native barrier: its own is where it learns that the domain was revoked.
         self._check: Callable[[], None] | None = comm.barrier if opened.tp == 1 else None

@@ -9,7 +9,7 @@ import torch
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.errors import CommunicatorBroken, ProtocolError
-from dynamictp.kernels.native import NativeModel
+from dynamictp.kernels.native import NativeModel, open_team
 from dynamictp.kv import KVSpec
 from dynamictp.messages import (
     Body,
@@ -67,7 +67,10 @@ class WorkerCore:
         self._native: NativeModel | None = None
         if start.kernel_level:
             memory = (weights.numpy(), arena[:pages].numpy())
-            self._native = NativeModel(start.facts, start.index, *memory, spec, rope, start.kernel_level)
+            team = open_team(start.threads, start.thread_cores, spin=start.spin)
+            self._native = NativeModel(
+                start.facts, start.index, *memory, spec, rope, start.kernel_level, team
+            )
         self._payload = payload
         self._comms = Communicators(communicator)
         self._control = control
@@ -204,7 +207,8 @@ class WorkerCore:
         assert self._native is not None
         start, payload = self._start, self._payload(opened.comm.slot).numpy()
         limits = {"max_tokens": start.max_tokens, "max_rows": start.max_rows}
-        return NativeComputation(self._native, opened, comm, payload=payload, **limits)
+        progress = self._control.progress_address(start.device)
+        return NativeComputation(self._native, opened, comm, payload=payload, progress=progress, **limits)
 
     def _break(self, opened: OpenDomain, domain: Domain, step: int, error: Exception) -> list[Body]:
         """Leave the domain: release the peers at once and refuse its further plans."""

@@ -65,7 +65,8 @@ def run_worker(orders_descriptor: int, descriptors: Descriptors) -> None:
         # The link's own thread is made before this thread is bound, so that it may run on any core.
         link = zmq_link(context, begin.engine, bind=False, incarnation=start.incarnation)
         if start.cores:
-            os.sched_setaffinity(0, start.cores)
+            # The core binds the helper threads to the others.
+            os.sched_setaffinity(0, start.thread_cores[:1] or start.cores)
         weights = _shared(descriptors.weights, writable=False)
         core = _open_core(start, descriptors, weights)
         loop = WorkerLoop(start, core, orders, context, link)

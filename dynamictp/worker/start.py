@@ -33,7 +33,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     devices: int
     incarnation: int
     cores: tuple[int, ...]
-    """Cores that the worker's computing thread is bound to; empty leaves it free."""
+    """Cores that the worker's computing threads are bound to, one each; empty leaves them free."""
     max_tokens: int
     """Most tokens of one step."""
     max_rows: int
@@ -45,6 +45,13 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """Polls of a barrier before it yields."""
     kernel_level: str = ""
     """Level of the native kernels, which read packed weights; empty for torch."""
+    threads: int = 1
+    """Threads that compute together inside a native step."""
+
+    @property
+    def thread_cores(self) -> tuple[int, ...]:
+        """A core for each of several threads; none when they are not that many, so that all share them."""
+        return self.cores if 1 < self.threads <= len(self.cores) else ()
 
 
 def communicator_bytes(devices: int) -> int:

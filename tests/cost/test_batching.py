@@ -96,15 +96,6 @@ def test_the_ideal_corner_bounds_the_others() -> None:
         assert values == sorted(values), f"{metric}: ideal, fast, expected, slow"
 
 
-def test_a_closed_load_has_its_users_in_the_system() -> None:
-    model = replica(CHAT)
-    rate, latency = model.closed(8, 1, Targets())
-    # Little: users = rate x time in the system, of which decoding is nearly all.
-    assert rate * (CHAT.mean_output - 1) * latency.tpot_mean == pytest.approx(8, rel=0.05)
-    twice, _ = model.closed(16, 2, Targets())
-    assert twice == pytest.approx(2 * rate)
-
-
 @pytest.mark.parametrize(("workload", "load"), [(CHAT, 0.5), (RAG, 0.5), (RAG, 0.75)])
 def test_the_mean_field_against_a_simulation_of_steps(workload: Workload, load: float) -> None:
     model = replica(workload)

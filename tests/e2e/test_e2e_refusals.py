@@ -45,6 +45,12 @@ def test_a_port_in_use() -> None:
         (("demo", "--devices", "1", "--layout", "tp1+tp1"), 2, "legal layouts: tp1"),
         (("demo", "--max-model-len", "1000000"), 2, "8192"),
         (("demo", "--page-tokens", "33"), 2, "multiple of 16"),
+        (("demo", "--weights", "int8", "--kernels", "torch"), 2, "--weights int8 needs the native kernels"),
+        (
+            ("demo", "--cores-per-device", "2", "--kernels", "torch"),
+            2,
+            "--cores-per-device 2 needs the native",
+        ),
         (("demo", "--host", "0.0.0.0"), 2, "--insecure"),
         (("demo", "--host", "no-such-host.invalid", "--insecure"), 4, "no-such-host.invalid"),
         (("demo", "--chat-template", "no-such.jinja"), 2, "no-such.jinja"),

@@ -24,6 +24,17 @@ def test_torch_stays_a_choice() -> None:
     assert choose_kernels("torch", TINY, 64).tag == "torch"
 
 
+def test_what_torch_has_no_kernels_for_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_kernels("auto", TINY, 64, native_only="--weights int8").path == "native"
+    with pytest.raises(
+        ConfigError, match=r"--weights int8 needs the native kernels; leave out --kernels torch"
+    ):
+        choose_kernels("torch", TINY, 64, native_only="--weights int8")
+    monkeypatch.setenv(native.NO_NATIVE_ENV, "1")
+    with pytest.raises(ConfigError, match=r"--cores-per-device 2 needs the native kernels: .* not installed"):
+        choose_kernels("auto", TINY, 64, native_only="--cores-per-device 2")
+
+
 def test_a_model_that_does_not_fit_falls_back_or_is_refused() -> None:
     odd = msgspec.structs.replace(TINY, head_dim=24)
     choice = choose_kernels("auto", odd, 64)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dynamictp import native
+from dynamictp.model.int8 import GROUP, Int8Rows, dequantise, pack_int8, quantise, row_bytes
 from dynamictp.model.panels import pack
 from tests.kernels.models import USABLE
 
@@ -52,6 +53,17 @@ def linear(
     )
     assert np.isnan(out[:, len(weights) :]).all()
     return out[:, : len(weights)]
+
+
+def linear_int8(level: str, dtype: str, weights: Int8Rows, x: Array) -> NDArray[np.float32]:
+    rows, columns = weights.quants.shape
+    panels = np.empty((rows, row_bytes(columns)), np.uint8)
+    pack_int8(weights, panels)
+    out = np.empty((len(x), rows), np.float32)
+    table = native.require().KernelTable(level, dtype)
+    stride = x.strides[0] // x.itemsize
+    table.linear_int8(address(panels), rows // 16, columns, 0, address(x), stride, len(x), address(out), rows)
+    return out
 
 
 def gated(level: str, dtype: str, gate: Array, up: Array, x: Array) -> Array:
@@ -95,6 +107,62 @@ def test_gated_is_silu_times_up(level: str, dtype: str) -> None:
     got = gated(level, dtype, pack_new(gate), pack_new(up), x).astype(np.float64)
     # One rounding to bf16 is 2^-9 at most.
     np.testing.assert_allclose(got, expected, rtol=2e-3 if dtype == "fp32" else 6e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("level", USABLE)
+@pytest.mark.parametrize("columns", [96, 80, 16])
+def test_int8_products_are_nearly_exact(level: str, dtype: str, columns: int) -> None:
+    weights = quantise(values(0, 48, columns, dtype="fp32"))
+    x = values(1, 19, columns, dtype=dtype)
+    x[3] *= 1e4
+    x[4, :5] = 0
+    wide, exact = x.astype(np.float64), dequantise(weights).astype(np.float64)
+    got = linear_int8(level, dtype, weights, x)
+    # An activation is off by at most half a step of its group; bf16 would be by 2^-9 of itself.
+    groups = np.abs(np.pad(wide, ((0, 0), (0, -columns % GROUP)))).reshape(len(x), -1, GROUP).max(2)
+    steps = np.repeat(groups, GROUP, 1)[:, :columns] / 32767
+    bound = 0.5 * steps @ np.abs(exact).T + 1e-5 * np.abs(wide) @ np.abs(exact).T
+    assert (np.abs(got - wide @ exact.T) <= bound).all()
+
+
+@pytest.mark.parametrize("level", USABLE)
+def test_int8_integers_are_exact_at_their_limits(level: str) -> None:
+    """The largest sums of a group, and fp16 scales from the smallest to the largest."""
+    scales = np.array([2**-24, 2**-14, 1e-3, 1.5, 65504], np.float16).repeat(16)[:, None]
+    weights = Int8Rows(np.full((80, GROUP), -128, np.int8), scales)
+    x = np.full((1, GROUP), 3.0, np.float32)
+    got = linear_int8(level, "fp32", weights, x)
+    np.testing.assert_allclose(got[0], -128.0 * 3 * GROUP * scales[:, 0].astype(np.float64), rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", USABLE)
+def test_int8_keeps_undefined_and_tiny_activations(level: str) -> None:
+    x = np.ones((4, 2 * GROUP), np.float32)
+    x[0, 7], x[1, 40], x[2] = np.nan, np.inf, 1e-40
+    got = linear_int8(level, "fp32", quantise(np.ones((16, 2 * GROUP), np.float32)), x)
+    assert np.isnan(got[0]).all()
+    assert not np.isfinite(got[1]).any()
+    assert (got[2] == 0).all()
+    np.testing.assert_allclose(got[3], 2 * GROUP, rtol=1e-3)
+
+
+@pytest.mark.parametrize("level", USABLE)
+@settings(max_examples=15)
+@given(rows=st.integers(1, 150), columns=st.integers(1, 20), panels=st.integers(1, 7), data=st.data())
+def test_int8_bits_do_not_depend_on_batch_or_cut(
+    *, level: str, rows: int, columns: int, panels: int, data: st.DataObject
+) -> None:
+    weights = quantise(values(panels, 16 * panels, 16 * columns, dtype="fp32"))
+    x = values(rows, rows, 16 * columns, dtype="bf16")
+    whole = linear_int8(level, "bf16", weights, x)
+    first = data.draw(st.integers(0, rows - 1))
+    count = data.draw(st.integers(1, min(rows - first, 20)))
+    start = data.draw(st.integers(0, panels - 1))
+    stop = data.draw(st.integers(start + 1, panels))
+    part = Int8Rows(weights.quants[16 * start : 16 * stop], weights.scales[16 * start : 16 * stop])
+    got = linear_int8(level, "bf16", part, x[first : first + count])
+    assert np.array_equal(got, whole[first : first + count, 16 * start : 16 * stop])
 
 
 @pytest.mark.parametrize("level", USABLE)

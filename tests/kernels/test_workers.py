@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,10 @@ DRAWN = SamplingParams(seed=11, max_tokens=64, temperature=0.9, top_p=0.95, pres
 
 
 def converse(
-    dtype: DType, level: str, tp: int, sampling: SamplingParams
+    dtype: DType, level: str, tp: int, sampling: SamplingParams, **native: Any
 ) -> tuple[list[list[int]], list[list[TokenLogprobs | None]]]:
     """Outputs and log-probabilities of four ragged requests, prefilled in chunks and decoded together."""
-    with LockstepNode(TINY, devices=tp, dtype=dtype, kernel_level=level) as node:
+    with LockstepNode(TINY, devices=tp, dtype=dtype, kernel_level=level, **native) as node:
         requests, page = [], 0
         for i, length in enumerate((3, 16, 37, 70)):
             count = node.spec.blocks(length + 8) * TINY.kv_heads
@@ -38,6 +39,14 @@ def test_degrees_give_equal_streams(dtype: DType, sampling: SamplingParams) -> N
     reference = converse(dtype, USABLE[-1], 1, sampling)
     for tp in (2, 5, 9):
         assert converse(dtype, USABLE[-1], tp, sampling) == reference, f"tp{tp}"
+
+
+def test_int8_and_threads_give_equal_streams() -> None:
+    reference = converse("bf16", USABLE[-1], 1, DRAWN, quantised="int8")
+    assert reference != converse("bf16", USABLE[-1], 1, DRAWN)
+    for tp, threads in ((1, 2), (2, 1), (2, 2), (5, 1)):
+        found = converse("bf16", USABLE[-1], tp, DRAWN, quantised="int8", threads=threads)
+        assert found == reference, f"tp{tp}, {threads} threads"
 
 
 @pytest.mark.parametrize("level", USABLE)

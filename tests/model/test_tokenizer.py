@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import tokenizers
@@ -74,6 +76,29 @@ def test_folders_without_a_sound_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_lone_surrogates_are_a_bad_request(demo: Tokenizer) -> None:
     with pytest.raises(BadRequest, match="not valid Unicode"):
         demo.encode("a\ud800b")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(demo: Tokenizer) -> None:
+    stalls = [0.0]
+    done = Event()
+
+    def watch() -> None:
+        last = time.monotonic()
+        while not done.wait(0.001):
+            now = time.monotonic()
+            stalls.append(now - last)
+            last = now
+        stalls.append(time.monotonic() - last)
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    began = time.monotonic()
+    ids = demo.encode("1" * 400_000)
+    took = time.monotonic() - began
+    done.set()
+    watcher.join()
+    assert len(ids) == 400_000
+    assert max(stalls) < 0.7 * took
 
 
 def test_tokens_beyond_the_embedding_are_a_bad_request(demo: Tokenizer, tmp_path: Path) -> None:

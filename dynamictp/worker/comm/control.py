@@ -61,6 +61,11 @@ class ControlBlock(Protocol):
     def progress(self, worker: int) -> tuple[int, int, int, float]:
         """(plan, layer, `WorkerState`, seconds since the last change; 0.0 before the first)."""
 
+    def progress_address(self, worker: int) -> int:
+        """Address of the progress word, for a native step that writes it for every layer; valid while this
+        object lives. 0 where there is no native code.
+        """
+
 
 def bytes_needed(slots: int, workers: int) -> int:
     """Size of a control block: a cache line for each word."""
@@ -119,6 +124,10 @@ class PlainControlBlock:
             time.sleep(0)  # a writer that lost its turn inside needs one to get out
         age_s = (time.monotonic_ns() - changed_ns) * 1e-9 if changed_ns else 0.0
         return plan, packed >> 8, packed & 0xFF, age_s
+
+    def progress_address(self, worker: int) -> int:
+        self._worker(worker)
+        return 0
 
     def _slot(self, index: int) -> int:
         if not 0 <= index < self._slots:
