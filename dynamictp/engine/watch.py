@@ -54,7 +54,7 @@ class Watch:
         self._sent: dict[int, int] = {}
         self._owes_since: dict[int, float] = {}
         self._hello_by: dict[int, float] = {}
-        self._looked_at = 0.0
+        self._looked_at: float | None = None
 
     def expect_hello(self, device: int, deadline_s: float) -> None:
         self._hello_by[device] = deadline_s
@@ -76,10 +76,9 @@ class Watch:
 
     def look(self, domains: Iterable[Domain], now: float) -> Verdict:
         """Call every `LOOK_S`."""
-        overslept = now - self._looked_at > OVERSLEPT_S
-        late_s = now - self._looked_at
+        late_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        if overslept:
+        if late_s > OVERSLEPT_S:
             self._owes_since.clear()
             self._hello_by = {device: by + late_s for device, by in self._hello_by.items()}
         verdict = Verdict()

@@ -30,6 +30,8 @@ from dynamictp.testing.server_process import ServerProcess
 
 STREAMS = 16
 DEVICES = 3
+EFFECT_S = 5.0
+"""A worker that was asked to fail in its next step has none by then."""
 WARM_S = 3.0
 QUIET_S = 10.0
 SETTLED_S = 60.0
@@ -37,13 +39,16 @@ SETTLED_S = 60.0
 KINDS = {
     "kill worker": 4,
     "stop worker": 3,
-    "raise in worker": 4,
+    "raise in worker": 3,
+    "loop in worker": 2,
     "kill engine": 2,
     "stop engine": 1,
     "kill spare": 1,
 }
 """Kinds of fault, and how often each comes."""
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
+LEAVING = 0.1
+"""Share of the clients that go away in mid-stream."""
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1, "loop": signal.SIGUSR2}
 _DESCRIPTORS_MORE = 8
 """Connections of clients come and go: so many more descriptors are no leak."""
 
@@ -127,13 +132,14 @@ class _Clients:
     async def _one_after_the_other(self) -> None:
         while not self._done:
             index = self._rng.randrange(len(self._requests))
+            cancel_after = self._rng.randint(0, 20) if self._rng.random() < LEAVING else None
             number = next(self._numbers)
             self.last_token[number] = time.monotonic()
             token = functools.partial(self._token, number)
-            stream = await play(self._http, self._requests[index], on_tokens=token)
+            stream = await play(self._http, self._requests[index], cancel_after, token)
             self._token(number)
             del self.last_token[number]
-            self._report.add(index, self._references[index], stream, cancelled=False)
+            self._report.add(index, self._references[index], stream, cancelled=cancel_after is not None)
 
     def _token(self, number: int) -> None:
         now = time.monotonic()
@@ -155,6 +161,8 @@ class _Disturber:
         self._clients = clients
         self._report = report
         self._rng = random.Random(report.gate.seed + 2)
+        self._pending: list[tuple[int, str, int]] = []
+        """Strikes whose effect is to be awaited: process, what was done to it, steps failed before."""
 
     async def run(self, faults: int, progress: Progress) -> None:
         switching = asyncio.create_task(self._switch_all_the_time())
@@ -179,6 +187,9 @@ class _Disturber:
         if rng.random() < 0.15:
             await asyncio.sleep(rng.uniform(0.0, 0.5))
             kinds.append(await self._strike())
+        # A third crash without a token in between would count as the requests' own fault.
+        await asyncio.gather(*(self._effect(*strike) for strike in self._pending))
+        self._pending.clear()
         recovered = await self._wait_settled(time.monotonic())
         self._report.silence_s.append(clients.longest_silence)
         for kind in filter(None, kinds):
@@ -202,18 +213,33 @@ class _Disturber:
         }[victim]
         if not found:
             return ""
+        pid = self._rng.choice(sorted(found))
+        self._pending.append((pid, verb, self._failed_steps()))
         with suppress(ProcessLookupError):
-            os.kill(self._rng.choice(sorted(found)), _SIGNALS[verb])
+            os.kill(pid, _SIGNALS[verb])
         return kind
 
+    async def _effect(self, pid: int, verb: str, failed_steps: int) -> None:
+        """Returns when the process is gone, or has failed in a step: one that has nothing to do is killed."""
+        patience_s = EFFECT_S if verb in ("raise", "loop") else SETTLED_S
+        end = time.monotonic() + patience_s
+        while pid in self._server.children():
+            if verb == "raise" and self._failed_steps() > failed_steps:
+                return
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.02)
+
+    def _failed_steps(self) -> int:
+        return sum(line.endswith("was asked to fail") for line in self._server.lines)
+
     async def _wait_settled(self, since: float) -> bool:
-        """Every stream that lived at the fault has ended or brought a token well after it, and all devices
-        have workers again."""
+        """Every stream that lived at the fault has ended or brought a token after it, and all devices have
+        workers again."""
         while time.monotonic() < since + SETTLED_S:
             await asyncio.sleep(0.05)
             late = min(self._clients.last_token.values(), default=since + 1.0)
-            # A stopped process is found after some seconds: what came before was still under way.
-            if late > since + 0.5 and await self._whole():
+            if late > since and await self._whole():
                 return True
         return False
 

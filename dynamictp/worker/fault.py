@@ -1,6 +1,6 @@
 """Faults on purpose, for tests: the environment variable `DYNAMICTP_FAULT` of the server.
 
-- `signal`: on SIGUSR1 a worker's next step raises.
+- `signal`: on SIGUSR1 a worker's next step raises, on SIGUSR2 it never ends.
 - `raise-on:TOKEN`: a step that begins a request with this token in it raises.
 - `exit-on:TOKEN`: such a step ends the process.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from types import FrameType
 
 from dynamictp.errors import ConfigError
 from dynamictp.messages import StepPlan, unpack_tokens
@@ -35,26 +36,29 @@ def fault_from_environment() -> BeforeStep:
         return no_fault
     kind, _, token = value.partition(":")
     if kind == "signal":
-        return _RaiseOnSignal()
+        return _FailOnSignal()
     if kind not in ("raise-on", "exit-on") or not token.isdecimal():
         raise ConfigError(f"{FAULT_ENV} is signal, raise-on:TOKEN or exit-on:TOKEN, not '{value}'")
     return _Poison(int(token), exits=kind == "exit-on")
 
 
-class _RaiseOnSignal:
+class _FailOnSignal:
     """The handler only notes the signal: raised inside it, the error could hit any line of the worker."""
 
     def __init__(self) -> None:
-        self._asked = False
-        signal.signal(signal.SIGUSR1, lambda *_: self._ask())
+        self._asked = 0
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._note)
 
     def __call__(self, plan: StepPlan) -> None:
-        if self._asked:
-            self._asked = False
+        asked, self._asked = self._asked, 0
+        if asked == signal.SIGUSR1:
             raise InjectedFault(f"step {plan.step} was asked to fail")
+        while asked == signal.SIGUSR2:
+            pass
 
-    def _ask(self) -> None:
-        self._asked = True
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._asked = number
 
 
 class _Poison:

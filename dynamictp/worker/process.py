@@ -114,6 +114,7 @@ class WorkerLoop:
         devices are shared with other jobs. Raises EOFError when the supervisor is gone.
         """
         self._hello()
+        self._obey_all()
         tidy = True
         while True:
             ready = dict(self._poller.poll(None if tidy else int(IDLE_S * 1e3)))
@@ -123,12 +124,16 @@ class WorkerLoop:
                 continue
             tidy = False
             if self._orders.descriptor in ready:
-                while (order := self._orders.next(0.0)) is not None:
-                    self._obey(order)
-                    self._hello()
+                self._obey_all()
             while (body := self._link.receive()) is not None:
                 for answer in self._core.handle(body):
                     self._link.send(answer)
+
+    def _obey_all(self) -> None:
+        """Carry out every order that is there, read from the pipe or not."""
+        while (order := self._orders.next(0.0)) is not None:
+            self._obey(order)
+            self._hello()
 
     def _hello(self) -> None:
         self._link.send(WorkerHello(self._start.device, self._start.incarnation, os.getpid()))

@@ -77,6 +77,7 @@ def read_tokens(stream: Stream, events: Iterator[None], more: int) -> None:
         ("worker", signal.SIGKILL),
         ("worker", signal.SIGSTOP),
         ("worker", signal.SIGUSR1),
+        ("worker", signal.SIGUSR2),
         ("engine", signal.SIGKILL),
         ("engine", signal.SIGSTOP),
     ],

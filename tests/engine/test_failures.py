@@ -219,7 +219,7 @@ def test_a_restarted_engine_opens_nothing_beside_workers_it_has_not_heard() -> N
 
 
 def test_a_worker_that_does_not_greet_a_restarted_engine_is_lost() -> None:
-    clock = ManualClock()
+    clock = ManualClock(5000.0)
     core = EngineCore(engine_start(incarnation=2, workers=(3, 1, 1)), clock)
     core.on_worker(0, WorkerHello(0, 3, 1))
     core.on_worker(2, WorkerHello(2, 1, 1))

@@ -58,7 +58,7 @@ def test_a_poison_token_fails_the_step_that_begins_with_it(monkeypatch: pytest.M
 
 def test_a_signal_fails_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAULT_ENV, "signal")
-    previous = signal.getsignal(signal.SIGUSR1)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     try:
         before_step = fault_from_environment()
         before_step(plan(1))
@@ -67,4 +67,5 @@ def test_a_signal_fails_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
             before_step(plan(1))
         before_step(plan(1))
     finally:
-        signal.signal(signal.SIGUSR1, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -55,7 +55,7 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.index, self.weights = random_weights(TINY, 0, "bf16")
-        arena = ArenaFacts(BLOCKS * TINY.kv_heads, 16, "bf16")
+        self.arena = arena = ArenaFacts(BLOCKS * TINY.kv_heads, 16, "bf16")
         page_bytes = 2 * TINY.layers * 16 * TINY.head_dim * 2
         sizes = {
             "weights": self.index.total_bytes,
@@ -72,17 +72,17 @@ class Node:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.orders: list[int] = []
         for device in range(DEVICES):
-            self._spawn(folder, device, arena)
+            self._begin(folder, device)
 
-    def _spawn(self, folder: Path, device: int, arena: ArenaFacts) -> None:
-        start = WorkerStart(
+    def start(self, device: int, incarnation: int = 1) -> WorkerStart:
+        return WorkerStart(
             facts=TINY,
             dtype="bf16",
             index=self.index,
-            arena=arena,
+            arena=self.arena,
             device=device,
             devices=DEVICES,
-            incarnation=1,
+            incarnation=incarnation,
             cores=(),
             max_tokens=MAX_TOKENS,
             max_rows=MAX_ROWS,
@@ -90,17 +90,25 @@ class Node:
             deadline_s=30.0,
             spin=0,
         )
-        file = folder / f"worker-{device}.json"
-        file.write_bytes(msgspec.json.encode(start))
-        address = worker_address(folder, device, 1, 1)
-        self.links.append(zmq_link(self.context, address, bind=True, incarnation=1))
+
+    def spawn(self) -> tuple[subprocess.Popen[bytes], int]:
+        """A process without orders, and the pipe for them."""
         theirs, ours = os.pipe()
         descriptors = {**self.fds, "orders": theirs}
         arguments = [f"--{name}-fd={fd}" for name, fd in descriptors.items()]
         command = [sys.executable, "-m", "dynamictp.worker"]
-        self.processes.append(subprocess.Popen([*command, *arguments], pass_fds=tuple(descriptors.values())))
+        process = subprocess.Popen([*command, *arguments], pass_fds=tuple(descriptors.values()))
         os.close(theirs)
-        self.orders.append(ours)
+        return process, ours
+
+    def _begin(self, folder: Path, device: int) -> None:
+        file = folder / f"worker-{device}.json"
+        file.write_bytes(msgspec.json.encode(self.start(device)))
+        address = worker_address(folder, device, 1, 1)
+        self.links.append(zmq_link(self.context, address, bind=True, incarnation=1))
+        process, orders = self.spawn()
+        self.processes.append(process)
+        self.orders.append(orders)
         self.order(device, Begin(str(file), address))
 
     def order(self, device: int, order: Order) -> None:
@@ -249,6 +257,23 @@ def test_another_engine_finds_a_worker_without_domains(node: Node, tmp_path: Pat
     assert len(request.output) == 3
     begun, _, state, _ = node.control.progress(0)
     assert (begun, state) == (5, WorkerState.IDLE)
+
+
+def test_orders_that_came_while_it_was_imported_are_all_carried_out(node: Node, tmp_path: Path) -> None:
+    """Its engine is lost before it gets to serve that one."""
+    addresses = [worker_address(tmp_path, 1, 2, engine) for engine in (1, 2)]
+    node.links[1].close()
+    node.links[1] = zmq_link(node.context, addresses[1], bind=True, incarnation=2)
+    node.processes[1].kill()
+    node.processes[1].wait()
+    os.close(node.orders[1])
+    start = tmp_path / "worker-1.json"
+    process, node.orders[1] = node.spawn()
+    node.processes[1] = process
+    start.write_bytes(msgspec.json.encode(node.start(1, incarnation=2)))
+    for order in (Begin(str(start), addresses[0]), Go(), Connect(addresses[1])):
+        node.order(1, order)
+    assert node.answers(1) == WorkerHello(1, 2, process.pid)
 
 
 def test_a_worker_ends_with_its_supervisor_s_pipe(node: Node) -> None:
