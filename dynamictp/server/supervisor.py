@@ -38,6 +38,8 @@ STOP_S = 5.0
 STOPPED_SHARE = 0.5
 """Share of `hang_s` that a child may be stopped."""
 LOOK_S = 0.25
+SPARE_DELAY_S = 2.0
+"""After a replacement, before the next spare is started."""
 SPIN = 2000
 """Polls of a barrier before it yields, when every rank has a core of its own (measured)."""
 
@@ -199,7 +201,8 @@ class Supervisor:
         incarnation = self._pool.begin(device, self._engine_incarnation)
         self._user.send(WorkerStarted(device, incarnation))
         self._pool.go(device)
-        self._pool.keep_spare()
+        # Its imports take seconds of a core, which the recovery needs first.
+        asyncio.get_running_loop().call_later(SPARE_DELAY_S, self._pool.keep_spare)
 
     def _worker_start(self, device: int, incarnation: int) -> WorkerStart:
         plan, config = self._plan, self._config

@@ -54,7 +54,9 @@ class FaultReport:
 
     gate: GateReport
     recovery_s: dict[str, list[float]] = field(default_factory=dict)
-    """By kind: from a fault to the end of the longest pause that a stream saw because of it."""
+    """By kind: the longest pause that a stream saw after a fault."""
+    silence_s: list[float] = field(default_factory=list)
+    """After each fault: the longest time in which no stream at all brought a token."""
     quiet_s: float = 0.0
     """Longest pause of a stream before the first fault: what the machine's load alone does."""
     switches_failed: int = 0
@@ -72,9 +74,11 @@ class FaultReport:
         ]
         return (
             *self.gate.lines(),
-            f"{self.faults} faults, {self.switches_failed} switches taken back; recovery "
-            f"P50 {_percentile(every, 50):.2f} s, P99 {_percentile(every, 99):.2f} s; longest pause without "
-            f"faults {self.quiet_s:.2f} s",
+            f"{self.faults} faults, {self.switches_failed} switches taken back",
+            f"tokens flow again: P50 {_percentile(self.silence_s, 50):.2f} s, "
+            f"P99 {_percentile(self.silence_s, 99):.2f} s",
+            f"longest pause of a stream: P50 {_percentile(every, 50):.2f} s, "
+            f"P99 {_percentile(every, 99):.2f} s, without faults {self.quiet_s:.2f} s",
             *kinds,
         )
 
@@ -102,11 +106,14 @@ class _Clients:
         """Of each live stream: when its last token came, or when it began."""
         self.longest_gap = 0.0
         """Longest pause of any stream since `watch`, as far as it lies after that."""
+        self.longest_silence = 0.0
+        """The same for all streams together."""
         self._watched_from = 0.0
+        self._last_of_any = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     def watch(self) -> None:
-        self.longest_gap = 0.0
+        self.longest_gap = self.longest_silence = 0.0
         self._watched_from = time.monotonic()
 
     def start(self, streams: int) -> None:
@@ -132,6 +139,8 @@ class _Clients:
         now = time.monotonic()
         since = max(self.last_token[number], self._watched_from)
         self.longest_gap = max(self.longest_gap, now - since)
+        self.longest_silence = max(self.longest_silence, now - max(self._last_of_any, self._watched_from))
+        self._last_of_any = now
         self.last_token[number] = now
 
 
@@ -171,9 +180,10 @@ class _Disturber:
             await asyncio.sleep(rng.uniform(0.0, 0.5))
             kinds.append(await self._strike())
         recovered = await self._wait_settled(time.monotonic())
+        self._report.silence_s.append(clients.longest_silence)
         for kind in filter(None, kinds):
             self._report.recovery_s.setdefault(kind, []).append(clients.longest_gap)
-        took = f"{time.strftime('%H:%M:%S')} {' and '.join(kinds)}: longest pause {clients.longest_gap:.2f} s"
+        took = f"{time.strftime('%H:%M:%S')} {' and '.join(kinds)}: silence {clients.longest_silence:.2f} s, longest pause {clients.longest_gap:.2f} s"
         if not recovered:
             waited = time.monotonic() - struck
             self._report.gate.faults.append(f"after {kinds} no recovery in {waited:.1f} s")
