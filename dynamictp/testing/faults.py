@@ -183,14 +183,12 @@ class _Disturber:
         self._report.silence_s.append(clients.longest_silence)
         for kind in filter(None, kinds):
             self._report.recovery_s.setdefault(kind, []).append(clients.longest_gap)
-        took = (
-            f"{time.strftime('%H:%M:%S')} {' and '.join(kinds)}: silence {clients.longest_silence:.2f} s, "
-            f"longest pause {clients.longest_gap:.2f} s"
-        )
+        what = f"{time.strftime('%H:%M:%S')} {' and '.join(filter(None, kinds)) or 'nothing to hit'}"
+        took = f"silence {clients.longest_silence:.2f} s, longest pause {clients.longest_gap:.2f} s"
         if not recovered:
             waited = time.monotonic() - struck
             self._report.gate.faults.append(f"after {kinds} no recovery in {waited:.1f} s")
-        return f"{took}, all well after {time.monotonic() - struck:.2f} s"
+        return f"{what}: {took}, all well after {time.monotonic() - struck:.2f} s"
 
     async def _strike(self) -> str:
         """The kind of fault; empty when its victim was just not there."""
