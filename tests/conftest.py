@@ -15,6 +15,6 @@ settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-# A shell starts background jobs with SIGINT ignored, and children inherit that: tests of interrupts would then
-# depend on how the suite was started.
+# A shell starts background jobs with SIGINT ignored, and children inherit that: tests of interrupts would
+# then depend on how the suite was started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
