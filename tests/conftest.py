@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -13,3 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that: tests of interrupts would
+# then depend on how the suite was started.
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -68,16 +68,21 @@ def test_a_server_that_ends_early_says_its_last_lines() -> None:
 
 def test_an_interrupt_waits_for_the_handle() -> None:
     steps = []
+    # A shell starts background jobs with SIGINT ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start() -> None:
         with interrupts_deferred():
             signal.raise_signal(signal.SIGINT)
             steps.append("handle assigned")
 
-    with pytest.raises(KeyboardInterrupt):
-        start()
-    assert steps == ["handle assigned"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+        assert steps == ["handle assigned"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_command_asks_for_a_free_port() -> None:

@@ -79,7 +79,7 @@ def spawn(world: int, *, rounds: int, deadline_s: float = 60.0) -> Iterator[Rank
                 process.stdout.close()
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(1, 1000), (2, 20_000), (5, 4000)])
+@pytest.mark.parametrize(("world", "rounds"), [(1, 1000), (2, 4000), (5, 1000)])
 def test_thousands_of_barriers(world: int, rounds: int) -> None:
     with spawn(world, rounds=rounds) as ranks:
         for rank in range(world):
