@@ -22,6 +22,8 @@ Messages say what was wrong, what was expected and what to do.
 
 from __future__ import annotations
 
+_MAX_MESSAGE_CHARS = 800
+
 
 class DynamicTPError(Exception):
     """Root of every error this package raises on purpose."""
@@ -118,6 +120,12 @@ class ModelRefused(FatalError):
     """The model is missing, corrupt, or of a kind this server does not run."""
 
     exit_code = 3
+
+    def __init__(self, message: str) -> None:
+        """The message may quote the file, which may hold anything: a long one is cut in the middle."""
+        half = _MAX_MESSAGE_CHARS // 2
+        cut = len(message) > _MAX_MESSAGE_CHARS
+        super().__init__(f"{message[:half]} … {message[-half:]}" if cut else message)
 
 
 class ResourceError(FatalError):

@@ -13,6 +13,7 @@ import click
 
 from dynamictp.advisor.matrix import matrix_page
 from dynamictp.cli import cli
+from dynamictp.server.field_table import api_fields_page
 from dynamictp.server.metrics import Metrics
 
 NOTE = "<!-- Made by scripts/gen-docs from the code; edits here are lost. -->\n\n"
@@ -49,7 +50,12 @@ def deployment_page() -> str:
     return matrix_page(NOTE)
 
 
-PAGES = {"commands.md": command_page, "metrics.md": metric_page, "deployment-matrix.md": deployment_page}
+PAGES = {
+    "api-fields.md": lambda: api_fields_page(NOTE),
+    "commands.md": command_page,
+    "metrics.md": metric_page,
+    "deployment-matrix.md": deployment_page,
+}
 
 
 def _commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:

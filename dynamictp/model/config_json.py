@@ -8,6 +8,7 @@ is refused by name instead of being ignored: an ignored key is a model that answ
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -39,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise ModelRefused(f"{path}: no such file") from None
-    except (OSError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, endless digits
         raise ModelRefused(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelRefused(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -141,9 +142,12 @@ class _Fields:
         value = self._values.get(key)
         if value is None:
             value = default
-        if type(value) not in (int, float):
-            raise ModelRefused(f"{self._where}: {key} is {value!r}, expected a number")
-        return float(cast(float, value))
+        try:
+            if type(value) in (int, float) and math.isfinite(number := float(cast(float, value))):
+                return number
+        except OverflowError:  # an integer beyond every float
+            pass
+        raise ModelRefused(f"{self._where}: {key} is {value!r}, expected a finite number")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._values.get(key)

@@ -70,6 +70,11 @@ def _check_rope(rope: RopeFacts, where: str) -> None:
             f"{where}: llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
             f"found {rope.low_freq_factor} and {rope.high_freq_factor}"
         )
+    if rope.kind == "yarn" and not math.inf > rope.beta_fast >= rope.beta_slow > 0.0:
+        raise ModelRefused(
+            f"{where}: yarn rope scaling needs 0 < beta_slow <= beta_fast, "
+            f"found {rope.beta_slow} and {rope.beta_fast}"
+        )
     if not (math.isfinite(rope.attention_factor) and rope.attention_factor > 0.0):
         raise ModelRefused(
             f"{where}: rope attention factor is {rope.attention_factor}, expected a positive number"
