@@ -26,6 +26,8 @@ MAX_TEXT = 32 << 20
 MAX_SIZE_ARGUMENT = 10_000
 """Largest width, indent or count that a template may ask for."""
 MAX_NUMBER_BITS = 1 << 13
+_CALL = 4
+"""Steps that a call counts as."""
 _ITEM = 8
 _SCALAR = 16
 """Characters that an item of a list and a number or other value count as."""
@@ -107,7 +109,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The names are the base class's: keyword arguments of templates must not meet them.
-        __self.spend(1)
+        __self.spend(_CALL)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, (str, bytes)):
             __self._check_method(owner, getattr(__obj, "__name__", ""), args, kwargs)

@@ -190,8 +190,9 @@ What each field of a request may hold. `null` is the same as leaving a field out
 `error.param` names the field, and whose message is `FIELD: expected RANGE, got VALUE`. The code is
 `missing_field` for a field that is required, `unknown_field` for one that is not listed, and
 `unsupported_field` for a neutral one with a value that would change the answer. Bodies are JSON objects in
-UTF-8 (`invalid_json`) of at most 8 MiB (413, `body_too_large`); of repeated names the last counts. Token ids
-are those below the model's vocabulary. `/openapi.json` says the same to machines.
+UTF-8 (`invalid_json`) of at most 8 MiB (413, `body_too_large`); of repeated names the last counts. Integers
+are written without a fraction (`1`, not `1.0`). Token ids are those below the model's vocabulary.
+`/openapi.json` says the same to machines.
 """
 
 

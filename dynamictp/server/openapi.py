@@ -108,7 +108,9 @@ def openapi(vocab: int, *, api: bool = True, admin: bool = True) -> dict[str, An
 
 
 def _api_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str, Any]:
-    events = {"text/event-stream": {"schema": _TEXT}}
+    # One event; its data is a chunk as JSON, an error, or [DONE].
+    event = {"type": "object", "required": ["data"], "properties": {"data": _TEXT}}
+    events = {"text/event-stream": {"schema": event}}
 
     def post(name: str, path: str, summary: str, answer: dict[str, Any]) -> dict[str, Any]:
         errors = _GENERATION if "text/event-stream" in answer["content"] else (*_BODY, "404")
