@@ -109,6 +109,12 @@ class FatalError(DynamicTPError):
 
     exit_code = 1
 
+    def __init__(self, message: str) -> None:
+        """The message may quote a file, which may hold anything: a long one is cut in the middle."""
+        half = _MAX_MESSAGE_CHARS // 2
+        cut = len(message) > _MAX_MESSAGE_CHARS
+        super().__init__(f"{message[:half]} … {message[-half:]}" if cut else message)
+
 
 class ConfigError(FatalError):
     """A flag, key or combination of them is wrong."""
@@ -120,12 +126,6 @@ class ModelRefused(FatalError):
     """The model is missing, corrupt, or of a kind this server does not run."""
 
     exit_code = 3
-
-    def __init__(self, message: str) -> None:
-        """The message may quote the file, which may hold anything: a long one is cut in the middle."""
-        half = _MAX_MESSAGE_CHARS // 2
-        cut = len(message) > _MAX_MESSAGE_CHARS
-        super().__init__(f"{message[:half]} … {message[-half:]}" if cut else message)
 
 
 class ResourceError(FatalError):

@@ -18,6 +18,7 @@ from dynamictp.server.service import DeviceInfo, Service
 from dynamictp.server.switches import Wait, check_layout, describe
 
 MAX_DRAIN_S = 86_400.0
+MAX_LAYOUT_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def parse_set_layout(fields: Fields) -> LayoutChange:
     """Raises `BadRequest`."""
     fields.require("layout", "a layout such as tp2, or auto")
     change = LayoutChange(
-        layout=fields.text("layout") or "",
+        layout=fields.text("layout", MAX_LAYOUT_CHARS) or "",
         until=cast(Wait, fields.choice("wait", ("none", "commit", "closed"), "commit")),
         ramp=fields.flag("ramp"),
         drain_deadline_s=fields.number("drain_deadline_s", 0, MAX_DRAIN_S) or 0.0,

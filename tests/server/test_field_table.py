@@ -148,7 +148,7 @@ OWN: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "messages": ([[{"role": "user", "content": ""}] * 3], [[], "x", 1, {}]),
     "messages[].content": (["", "x", [{"type": "text", "text": ""}], []], [1, True, {}]),
-    "layout": (["tp1", "auto", ""], [1, True, [], {}]),
+    "layout": (["tp1", "auto", "", "x" * 4096], [1, True, [], {}, "x" * 4097]),
 }
 
 
