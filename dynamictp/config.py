@@ -127,11 +127,7 @@ def _read_file(path: str) -> dict[str, Any]:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # noqa: S506  (a SafeLoader)
     except OSError as error:
         raise ConfigError(f"can't read the configuration file {path}: {error.strerror}") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: no UTF-8, no such date or number
+    except Exception as error:  # the library raises whatever a value of a wrong form leads to
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if content is None:
         return {}
