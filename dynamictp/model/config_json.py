@@ -250,7 +250,9 @@ def _rope(config: Mapping[str, Any], max_positions: int, where: str) -> RopeFact
 def _yarn(fields: _Fields, theta: float, factor: float, original: int) -> RopeFacts:
     mscale, mscale_all = fields.number("mscale", 0.0), fields.number("mscale_all_dim", 0.0)
     if mscale and mscale_all:
-        attention = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
+        whole = yarn_attention_factor(factor, mscale_all)
+        # A quotient that does not exist is refused with the other attention factors.
+        attention = yarn_attention_factor(factor, mscale) / whole if whole else math.nan
     else:
         attention = yarn_attention_factor(factor)
     return RopeFacts(
@@ -268,7 +270,9 @@ def _yarn(fields: _Fields, theta: float, factor: float, original: int) -> RopeFa
 def _max_context(rope: RopeFacts, max_positions: int) -> int:
     # Qwen's instructions add YaRN to config.json without raising max_position_embeddings.
     if rope.kind == "yarn":
-        return max(max_positions, int(rope.original_context * rope.factor))
+        # Far beyond what `check_facts` lets pass, and still an integer.
+        stretched = min(rope.original_context, 1 << 62) * rope.factor
+        return max(max_positions, int(min(stretched, 1 << 62)))
     return max_positions
 
 

@@ -26,6 +26,7 @@ _MAXIMA = {
     "vocab": 1 << 22,
     "max_context": 1 << 27,
 }
+_MAX_ATTENTION_FACTOR = 1000.0
 
 
 def check_facts(facts: ModelFacts, where: str) -> ModelFacts:
@@ -75,9 +76,10 @@ def _check_rope(rope: RopeFacts, where: str) -> None:
             f"{where}: yarn rope scaling needs 0 < beta_slow <= beta_fast, "
             f"found {rope.beta_slow} and {rope.beta_fast}"
         )
-    if not (math.isfinite(rope.attention_factor) and rope.attention_factor > 0.0):
+    if not 0.0 < rope.attention_factor <= _MAX_ATTENTION_FACTOR:
         raise ModelRefused(
-            f"{where}: rope attention factor is {rope.attention_factor}, expected a positive number"
+            f"{where}: rope attention factor is {rope.attention_factor}, "
+            f"expected above 0 and up to {_MAX_ATTENTION_FACTOR:g}"
         )
 
 

@@ -41,6 +41,25 @@ def test_yarn_without_a_ramp_is_refused(betas: tuple[float, float]) -> None:
         facts_from_config({**LLAMA, "rope_scaling": rope})
 
 
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"factor": 1e308, "original_max_position_embeddings": 4096}, "max_context"),
+        ({"factor": 4.0, "original_max_position_embeddings": 10**400}, "max_context"),
+        # 0.1 · mscale · ln(factor) + 1 is 0, by which the other is divided.
+        (
+            {"factor": 8.07 / 7, "mscale": 1.0, "mscale_all_dim": -10 / math.log(8.07 / 7)},
+            "attention.factor is nan",
+        ),
+        ({"factor": 2.0, "mscale": 1e308, "mscale_all_dim": 1e-308}, "attention factor is 6"),
+        ({"factor": 2.0, "attention_factor": -1.0}, "attention factor is -1"),
+    ],
+)
+def test_yarn_beyond_all_numbers_is_refused(rope: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelRefused, match=named):
+        facts_from_config({**LLAMA, "rope_scaling": {"rope_type": "yarn", **rope}})
+
+
 def test_a_number_with_endless_digits_is_no_json(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"hidden_size": ' + "9" * 5000 + "}")
