@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Self
@@ -23,7 +24,8 @@ REST_POLL_S = 1.0
 REST_POLLS = 10
 
 Footprint = dict[int, dict[str, int]]
-"""By process id: anonymous memory in bytes, descriptors, threads, and mappings of shared memory and files.
+"""By process id: anonymous memory in bytes, descriptors, threads, and the mappings of each file (code, shared
+memory), under the name `mappings of FILE`.
 
 The number of anonymous mappings is no measure: allocators split and join them. Their memory is counted.
 """
@@ -101,8 +103,9 @@ class ServerProcess(server.ServerProcess):
             for name, value in after[pid].items():
                 allowed = ANONYMOUS_LIMIT_BYTES if name == "anonymous_bytes" else 0
                 worker = role == "dynamictp.worker"
-                if value - before[pid][name] > allowed and (worker or name in ("descriptors", "threads")):
-                    found.append(f"{role}: {name} went from {before[pid][name]} to {value}")
+                was = before[pid].get(name, 0)
+                if value - was > allowed and (worker or name in ("descriptors", "threads")):
+                    found.append(f"{role}: {name} went from {was} to {value}")
         return found
 
 
@@ -115,10 +118,11 @@ def footprint_of(pid: int) -> dict[str, int]:
             status[name] = value.strip()
     with open(f"/proc/{pid}/maps", encoding="utf-8") as lines:
         # address, permissions, offset, device, inode, path: anonymous ones have inode 0
-        mappings = sum(line.split(maxsplit=5)[4] != "0" for line in lines)
+        fields = [line.rstrip("\n").split(maxsplit=5) for line in lines]
+    files = Counter(f"mappings of {field[5]}" for field in fields if field[4] != "0")
     return {
         "anonymous_bytes": int(status["RssAnon"].split()[0]) << 10,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(status["Threads"]),
-        "mappings": mappings,
+        **files,
     }
