@@ -107,8 +107,9 @@ def test_the_mean_field_against_a_simulation_of_steps(workload: Workload, load: 
 
 
 def simulate(model: Replica, workload: Workload, rate: float, requests: int) -> tuple[float, float]:
-    """(mean TPOT over tokens, median TTFT): step after step, prompts in chunks beside decoding rows. Each step
-    is planned when the one before it begins.
+    """(mean TPOT over tokens, median TTFT): step after step, prompts in chunks beside decoding rows.
+
+    Each step is planned when the one before it begins.
     """
     rng = np.random.default_rng(1)
     kind = workload.classes[0]
