@@ -24,6 +24,18 @@ def seed(name: str) -> Seed:
     return next(seed for seed in seeds() if seed.name == name)
 
 
+@pytest.mark.parametrize(
+    "path", ["x" * 5000, "~nobody-of-this-name/model", "a\0b", "/dev/null/model", "loop/m"]
+)
+def test_paths_that_lead_nowhere_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ModelRefused):
+        open_model(path)
+
+
 # --- config.json ------------------------------------------------------------------------------------------
 
 
