@@ -28,11 +28,12 @@ MAX_SIZE_ARGUMENT = 10_000
 MAX_NUMBER_BITS = 1 << 13
 _CALL = 4
 """Steps that a call counts as."""
+_CONTAINERS = (list, tuple, dict)
 _ITEM = 8
 _SCALAR = 16
 """Characters that an item of a list and a number or other value count as."""
 _SIZED = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "truncate", "urlize", "round", "format")
-_TURN, _CONCATENATE = " turn", " concatenate"
+_TURN, _CONCATENATE, _CONTAINER = " turn", " concatenate", " container"
 _WIDTH = re.compile(r"\d{5}")
 _TAKEN_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{")
 
@@ -75,6 +76,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         # these names. What is given the context is not folded at compile time.
         self.filters[_TURN] = jinja2.pass_context(lambda context, constant: self.spend(1, constant))
         self.filters[_CONCATENATE] = self._concatenate
+        self.filters[_CONTAINER] = self._container
 
     def render(self, template: jinja2.Template, values: Mapping[str, Any]) -> str:
         """The text of one run. Raises `jinja2.TemplateError`, of which `TemplateLimit` is one."""
@@ -95,6 +97,19 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._spend_size(parts)
         return "".join(map(str, parts))
 
+    def _container(self, value: Any) -> Any:
+        """A list, tuple or mapping that was just made: pays for all that is in it, however deep.
+
+        Else one that holds another twice, and so on, would be small and take forever to compare or hash.
+        """
+        pending = [value]
+        while pending:
+            inner = pending.pop()
+            self.spend(1 + (len(inner) >> 6))
+            items = [item for pair in inner.items() for item in pair] if isinstance(inner, dict) else inner
+            pending += [item for item in items if isinstance(item, _CONTAINERS)]
+        return value
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, (str, bytes)):
             self._check_format(left, right if isinstance(right, tuple) else (right,))
@@ -105,7 +120,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 self._check_bits(left.bit_length() * max(right, 0))
         elif isinstance(left, Sized) and isinstance(right, Sized):
             self.spend(1, self._length(left) + self._length(right))
-        return super().call_binop(context, operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        return self._container(result) if operator == "*" and isinstance(result, (list, tuple)) else result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The names are the base class's: keyword arguments of templates must not meet them.
@@ -116,7 +132,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, (str, bytes, list, tuple)):
             __self.spend(0, __self._length(result))
-        return result
+        # `dict(a=x, b=x)` makes one as `{"a": x, "b": x}` does.
+        return __self._container(result) if __obj is dict else result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         sandboxed = super().wrap_str_format(value)
@@ -143,7 +160,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 len(data.data) for child in body.body for data in child.find_all(nodes.TemplateData)
             )
             body.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(constant), _TURN)))
-        _replace_concatenations(tree)
+        _rewrite(tree, _measured_node)
         tree.set_environment(self)
         tree.set_lineno(1)
         return tree
@@ -164,7 +181,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.spend(1, self._length(value))
             if name in _SIZED:
                 self._check_sizes((*more, *kwargs.values()))
-            if name == "join":
+            if name in ("join", "sum"):
                 value = list(value)
             self._check_filter(name, value, more, kwargs)
             result = function(*args[:skipped], value, *more, **kwargs)
@@ -185,6 +202,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 self._spend_size((value,))
             case "format":
                 self._check_format(value, given)
+            case "sum":
+                # Lists are added one by one, each time into a new one.
+                total = sum(map(self._length, value))
+                self.spend(1 + (len(value) * total >> 10), total)
             case "replace":
                 self._check_replace(str(value), *[str(argument) for argument in args[:2]])
             case "list" | "sort" | "unique" | "batch" | "slice":
@@ -295,15 +316,22 @@ def _filter(value: nodes.Expr, name: str) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None)
 
 
-def _replace_concatenations(node: nodes.Node) -> None:
+def _rewrite(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> None:
+    """Replace every node below `node` by what `change` makes of it, children first."""
     for field, value in node.iter_fields():
         if isinstance(value, nodes.Node):
-            _replace_concatenations(value)
-            if isinstance(value, nodes.Concat):
-                setattr(node, field, _filter(nodes.List(value.nodes), _CONCATENATE))
+            _rewrite(value, change)
+            setattr(node, field, change(value))
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 if isinstance(item, nodes.Node):
-                    _replace_concatenations(item)
-                    if isinstance(item, nodes.Concat):
-                        value[i] = _filter(nodes.List(item.nodes), _CONCATENATE)
+                    _rewrite(item, change)
+                    value[i] = change(item)
+
+
+def _measured_node(node: nodes.Node) -> nodes.Node:
+    if isinstance(node, nodes.Concat):
+        return _filter(nodes.List(node.nodes), _CONCATENATE)
+    if isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+        return _filter(node, _CONTAINER)
+    return node

@@ -244,7 +244,12 @@ def again(start: str, body: str, after: str = "{{ n.s }}") -> str:
         again("['x']", "{% set n.s = [n.s, n.s] %}", "{{ n.s | tojson }}"),
         again("['x']", "{% set n.s = [n.s, n.s] %}", "{{ 'x' ~ n.s }}"),
         again("['x']", "{% set n.s = [n.s, n.s] %}", "{{ '%s' % n.s }}"),
+        again("['x']", "{% set n.s = [n.s] * 2 %}"),
+        again("['x']", "{% set n.s = (n.s, n.s) %}", "{{ {n.s: 1} }}"),
+        again("{'x': 1}", "{% set n.s = dict(a=n.s, b=n.s) %}", "{{ n.s == messages }}"),
+        again("{'x': 1}", "{% set n.s = {'a': n.s, 'b': n.s} %}", ""),
         # Much at once
+        "{{ ([[0] * 9999] * 9999) | sum(start=[]) }}",
         "{{ 'x' * 999999999 }}",
         "{{ 999999999 * messages }}",
         "{{ 10 ** 99999999 }}",
@@ -296,8 +301,11 @@ def test_counters_leave_what_templates_say_alone() -> None:
         "{{ f(m.content | upper | center(6)) }}{% else %}none{% endfor %}"
         "{% set ns = namespace(t='') %}{% for c in 'ab' %}{% set ns.t = c ~ ns.t %}{% endfor %}{{ ns.t }}"
         "{{ [1, 'é'] | tojson }}{{ '%03d' % 7 }}{{ '{:>3}'.format(8) }}{{ ['a', 'b'] | join(', ') }}"
+        "{{ (1, [2], {'k': 3}) }}{{ [1, 2, 3] | sum }}{{ [[1]] | sum(start=[]) }}{% set a, b = 1, 2 %}{{ a }}"
+        "{% for k, v in {'x': 'y'}.items() %}{{ k ~ v }}{% endfor %}{{ 'u' in ['u', 'v'] }}"
     )
-    assert ChatTemplate(source, special_tokens={}).render(USER) == ('1/1!<  HI  1None>ba[1, "é"]007  8a, b')
+    expected = """1/1!<  HI  1None>ba[1, "é"]007  8a, b(1, [2], {'k': 3})6[1]1xyTrue"""
+    assert ChatTemplate(source, special_tokens={}).render(USER) == expected
 
 
 def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
