@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from dynamictp.control.route import DomainLoad, RequestNeed, RouteState, route
 from dynamictp.engine.blocks import BlockPool
@@ -15,6 +16,24 @@ MAX_SKIPPED = 16
 """Requests too large for every domain that one turn looks past."""
 RESERVE_SHARE = 16
 """At most 1/16 of the arena is kept from admissions for the growth of what runs."""
+DRAIN_RESERVE_SHARE = 8
+"""At most 1/8 more while domains drain, for the growth of what runs on them."""
+
+
+class Sides(Protocol):
+    """Says which domains a request may go to while a switch shifts traffic from some to others."""
+
+    def eligible(self, request: Request, domains: list[Domain]) -> list[Domain]: ...
+
+    def bound(self, domain: Domain) -> None:
+        """A request was admitted to a domain."""
+
+
+class _NoSides:
+    def eligible(self, request: Request, domains: list[Domain]) -> list[Domain]:
+        return domains
+
+    def bound(self, domain: Domain) -> None: ...
 
 
 class Admission:
@@ -38,6 +57,7 @@ class Admission:
         self._max_batched_tokens = max_batched_tokens
         self._domains = domains
         self._state = RouteState()
+        self.sides: Sides = _NoSides()
 
     def admit(self, waiting: WaitingQueue) -> None:
         """Give domains as many waiting requests as their next step can start on."""
@@ -49,11 +69,14 @@ class Admission:
         backlog = {domain: _backlog(domain) for domain in domains}
         skipped = 0
         for request in waiting:
-            open_domains = [d for d in domains if d.free_rows and backlog[d] < self._max_batched_tokens]
+            total = self._blocks(len(request.tokens))
+            side = self.sides.eligible(request, domains)
+            if total > max(d.quota for d in side):
+                side = domains
+            open_domains = [d for d in side if d.free_rows and backlog[d] < self._max_batched_tokens]
             if not open_domains or skipped > MAX_SKIPPED:
                 return
-            hits = self._match(request)
-            total = self._blocks(len(request.tokens))
+            hits = self._match(request, trials=all(d.trial for d in open_domains))
             domain = self._choose(open_domains, total, hits)
             if domain is None:
                 if total <= max(d.quota for d in domains):
@@ -66,7 +89,8 @@ class Admission:
 
     def handover(self, request: Request) -> Domain | None:
         """The serving domain that takes over a running request with its pages; None when none has room."""
-        domains = [domain for domain in self._domains() if domain.state == "serving"]
+        serving = [domain for domain in self._domains() if domain.state == "serving"]
+        domains = self.sides.eligible(request, serving)
         needs = [domain.missing(request.blocks) for domain in domains]
         loads = [
             # An empty domain takes any one request: its oldest may exceed the quota.
@@ -79,7 +103,7 @@ class Admission:
         """A domain with room for all known tokens of a waiting request."""
         idle_hits = sum(not block.refs for block in hits)
         running = sum(len(d.running) + len(d.leaving) for d in self._domains())
-        reserve = min(running, self._pool.total // RESERVE_SHARE)
+        reserve = min(running, self._pool.total // RESERVE_SHARE) + self._drain_reserve()
         if total - len(hits) > self._pool.available - idle_hits - reserve:
             return None
         needs = [total - len(hits) + domain.missing(hits) for domain in domains]
@@ -107,13 +131,22 @@ class Admission:
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.planned, request.prompt_len)
         domain.attach(request)
+        self.sides.bound(domain)
 
-    def _match(self, request: Request) -> list[Block]:
+    def _drain_reserve(self) -> int:
+        """Blocks that requests of draining domains may still need where they are."""
+        draining = [domain for domain in self._domains() if domain.state == "draining"]
+        if not draining:
+            return 0
+        left = sum(self._blocks(r.limit) - len(r.blocks) for d in draining for r in d.running)
+        return min(left, self._pool.total // DRAIN_RESERVE_SHARE)
+
+    def _match(self, request: Request, *, trials: bool) -> list[Block]:
         """Cached blocks of its tokens. The last token is always computed: its logits are needed."""
         if request.wants_prompt_logprobs:
             return []
         whole = (len(request.tokens) - 1) // self._page_tokens
-        return self._pool.match(request.block_keys(whole, self._page_tokens))
+        return self._pool.match(request.block_keys(whole, self._page_tokens), trials=trials)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._page_tokens)

@@ -30,6 +30,7 @@ from dynamictp.messages import (
     DomainProven,
     EngineReady,
     EngineStart,
+    SetDevices,
     SetLayout,
     Shutdown,
     Snapshot,
@@ -89,9 +90,12 @@ class EngineCore:
             lost=self.to_server.append,
         )
         try:
-            self.layouts = LayoutManager(start, self.fleet, self.book, clock, self._on_status)
+            self.layouts = LayoutManager(
+                start, self.fleet, self.book, clock, times=self._times, emit=self._on_status
+            )
         except LayoutRefused as error:
             raise ConfigError(f"layout {start.layout}: {error.message}") from error
+        self._admission.sides = self.layouts
         if len(self.layouts.observed.domains) > start.comm_slots:
             raise ConfigError(f"layout {start.layout} needs more than {start.comm_slots} communicator slots")
         self._cost = StepCost()
@@ -117,6 +121,8 @@ class EngineCore:
                 self.layouts.set_layout(body)
             case CancelSwitch():
                 self.layouts.cancel(body)
+            case SetDevices():
+                self.layouts.set_devices(body)
             case Shutdown():
                 self._stop_at = self._clock.now() + body.drain_s
             case WorkerGone():
@@ -208,7 +214,8 @@ class EngineCore:
             self.fleet,
             self.book,
             time_s=self._clock.now(),
-            layout=str(self.layouts.observed.spec),
+            layout=self.layouts.observed,
+            leased=self.layouts.targets.leased,
             prefix=(self._admission.hits, self._admission.queries),
             max_model_len=self.max_model_len,
             step_engine_us=self._cost.median_us,
@@ -279,7 +286,7 @@ class EngineCore:
         except ProtocolError as error:
             self._fail(domain, str(error))
             return
-        self.layouts.on_progress()
+        self.layouts.on_completed(domain, record, result)
         self._turns.completed(domain, record, result.seconds)
         self.fleet.worked(domain, result.seconds)
         self._ledger.add(domain, record, result)

@@ -10,6 +10,7 @@ from dynamictp.engine.blocks import BlockPool
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.requests import RequestBook
+from dynamictp.layout import Layout
 from dynamictp.messages import DeviceStatus, EngineStart, Snapshot, StepResult, StepTotals
 
 Phase = Literal["decode", "prefill"]
@@ -74,7 +75,8 @@ def make_snapshot(
     book: RequestBook,
     *,
     time_s: float,
-    layout: str,
+    layout: Layout,
+    leased: frozenset[int],
     prefix: tuple[int, int],
     max_model_len: int,
     step_engine_us: float,
@@ -86,12 +88,12 @@ def make_snapshot(
     running = sum(status.running for status in statuses)
     return Snapshot(
         time_s,
-        layout,
+        str(layout.spec),
         len(book.waiting),
         running,
         rows_used=running,
         domains=statuses,
-        devices=tuple(_device(device, start, pool, fleet) for device in range(start.devices)),
+        devices=tuple(_device(device, start, pool, fleet, leased) for device in range(start.devices)),
         pages_free=pool.free * pool.heads,
         pages_cached=pool.cached * pool.heads,
         pages_total=pool.total * pool.heads,
@@ -101,16 +103,19 @@ def make_snapshot(
         max_model_len=max_model_len,
         step_engine_us=step_engine_us,
         steps=steps,
+        placed=str(layout),
     )
 
 
-def _device(device: int, start: EngineStart, pool: BlockPool, fleet: Fleet) -> DeviceStatus:
+def _device(
+    device: int, start: EngineStart, pool: BlockPool, fleet: Fleet, leased: frozenset[int]
+) -> DeviceStatus:
     """Pages are accounted per device: a domain's are divided evenly over its devices."""
     mine = [domain for domain in fleet.domains.values() if device in domain.devices]
     serving = any(domain.state in {"serving", "draining"} for domain in mine)
     return DeviceStatus(
         device,
-        "serving" if serving else "standby",
+        "serving" if serving else "leased" if device in leased else "standby",
         tuple(domain.id for domain in mine),
         kv_pages_used=sum(len(d.blocks) * pool.heads / len(d.devices) for d in mine),
         kv_pages_total=pool.total * pool.heads / start.devices,

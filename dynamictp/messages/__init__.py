@@ -19,6 +19,7 @@ from dynamictp.messages.serving import (
     Outputs,
     PromptLogprobs,
     RequestEnd,
+    SetDevices,
     SetLayout,
     Shutdown,
     Snapshot,
@@ -33,6 +34,7 @@ from dynamictp.messages.serving import (
 from dynamictp.messages.start import (
     ArenaFacts,
     EngineStart,
+    RampSettings,
 )
 from dynamictp.messages.values import (
     DeviceStatus,
@@ -83,12 +85,14 @@ __all__ = [
     "Outputs",
     "PromptLogprobs",
     "ProveDomain",
+    "RampSettings",
     "RequestEnd",
     "RowPromptLogprobs",
     "RowStep",
     "RowToken",
     "SamplingParams",
     "ServedBy",
+    "SetDevices",
     "SetLayout",
     "Shutdown",
     "Snapshot",
@@ -114,6 +118,7 @@ Body = (
     | CancelRequest
     | SetLayout
     | CancelSwitch
+    | SetDevices
     | Shutdown
     | WorkerGone
     | WorkerStarted

@@ -53,6 +53,14 @@ class SetLayout(Message, frozen=True):
     ramp: bool = False
     drain_deadline_s: float = 0.0
     reason: str = "admin"
+    forced: bool = False
+    """Of a ramp only the shadow probe: growth that the SLO needs now."""
+
+
+class SetDevices(Message, frozen=True):
+    """The devices that are leased to others from now on; no domain may be on or get one of them."""
+
+    leased: tuple[int, ...]
 
 
 class CancelSwitch(Message, frozen=True):
@@ -122,22 +130,25 @@ class SwitchStatus(Message, frozen=True):
     """Progress of a switch, sent at every phase it completes.
 
     `outcome` is empty while it runs; `committed` once new requests go to the new layout, `closed` when the
-    old domains are gone, `noop` when nothing was to do, `failed` or `cancelled` when it was taken back.
-    `phases_ms` has an entry per completed phase: prepare_views, prepare_communicator, proof, ramp, commit,
-    drain, close.
+    old domains are gone, `noop` when nothing was to do, `failed` or `cancelled` when it was taken back,
+    `rolled_back` when its ramp found the new side worse.
+    `phases_ms` has an entry per completed phase: prepare_views, prepare_communicator, proof, ramp (with the
+    shadow probe and the settling), commit, drain, close; or rollback.
     """
 
     switch_id: str
     from_layout: str
     to_layout: str
     phase: str
-    outcome: Literal["", "committed", "closed", "noop", "failed", "cancelled"] = ""
+    outcome: Literal["", "committed", "closed", "noop", "failed", "cancelled", "rolled_back"] = ""
     phases_ms: dict[str, float] = msgspec.field(default_factory=dict)
     handovers: int = 0
     recomputes: int = 0
     weight_bytes_copied: int = 0
     reason: str = "admin"
     error: str | None = None
+    ramp_share: float = 0.0
+    """Share of new requests that go to the new side, while the ramp runs."""
 
 
 class StepTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -177,6 +188,8 @@ class Snapshot(Message, frozen=True):
     step_engine_us: float = 0.0
     """Median engine time per step over the last steps, in microseconds."""
     steps: tuple[StepTotals, ...] = ()
+    placed: str = ""
+    """The observed layout with its devices: also those whose domain is being built again."""
 
 
 class WorkerLost(Message, frozen=True):

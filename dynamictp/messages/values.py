@@ -87,7 +87,7 @@ class DeviceStatus(msgspec.Struct, frozen=True):
     """One device as the engine sees it."""
 
     id: int
-    state: Literal["serving", "standby", "released"]
+    state: Literal["serving", "standby", "released", "leased"]
     domains: tuple[str, ...] = ()
     kv_pages_used: float = 0.0
     kv_pages_total: float = 0.0
