@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from dynamictp.engine.request import Detach, Request
 from dynamictp.engine.requests import RequestBook
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.switch import Outcome, Switch
-from dynamictp.errors import FatalError, LayoutRefused, ProtocolError
+from dynamictp.errors import FatalError, LayoutRefused
 from dynamictp.layout import Layout
 from dynamictp.messages import (
     CancelSwitch,
@@ -27,6 +28,8 @@ from dynamictp.messages import (
     StepResult,
     SwitchStatus,
 )
+
+log = logging.getLogger(__name__)
 
 REMEMBERED_SWITCHES = 256
 REBUILD_BACKOFF_S = 0.05
@@ -116,11 +119,13 @@ class LayoutManager:
         self._report(switch)
 
     def set_devices(self, command: SetDevices) -> None:
-        """Devices are leased or returned. Raises `ProtocolError` for one that the layout needs."""
+        """Devices are leased or returned. One that the layout has is kept all the same: requests come first,
+        and the next snapshot says so."""
         busy = self.observed.devices | (self._current.target.devices if self._current else frozenset())
-        if wrong := sorted(busy & set(command.leased)):
-            raise ProtocolError(f"device {wrong[0]} can't be leased: {self.observed} has it, or a switch")
-        self.targets.leased = frozenset(command.leased)
+        leased = frozenset(command.leased)
+        if busy & leased:
+            log.error("devices %s are leased and in use: %s", sorted(busy & leased), self.observed)
+        self.targets.leased = leased - busy
 
     def cancel(self, command: CancelSwitch) -> None:
         """Take a switch back before its commit; later only its status is sent again."""
