@@ -170,6 +170,15 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     switches_per_hour: Annotated[
         int, Meta(ge=0, le=3600, description="Most unforced switches in any hour.")
     ] = 10
+    shrink_backoff_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=16,
+            description="Growth within `shrink_after_s` of a shrink doubles the time that the next must be "
+            "sustained, at most this often.",
+        ),
+    ] = 3
     # Calibration
     calibration_clamp: Annotated[
         float,
