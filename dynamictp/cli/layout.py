@@ -33,9 +33,11 @@ def show(url: str) -> None:
         return
     console.print(
         f"mode {state['mode']}  target {state['target']}  observed {state['observed']}"
-        f"  waiting {state['waiting']}",
+        f"  waiting {state['waiting']}" + ("  pinned" if state.get("pinned") else ""),
         highlight=False,
     )
+    for bar in state.get("barred", ()):
+        console.print(f"{bar['layout']} is barred for {bar['for_s']:.0f} s", highlight=False)
     domains = Table("domain", "shape", "devices", "state", "running", "KV pages", box=None)
     for domain in state["domains"]:
         devices = ",".join(map(str, domain["devices"]))
@@ -44,7 +46,7 @@ def show(url: str) -> None:
             domain["id"], f"tp{domain['tp']}", devices, domain["state"], str(domain["running"]), pages
         )
     console.print(domains)
-    table = Table("device", "state", "cores", "pid", "domain", box=None)
+    table = Table("device", "state", "cores", "pid", "domain or lease", box=None)
     for device in state["devices"]:
         cores = ",".join(map(str, device.get("cores") or ()))
         table.add_row(
@@ -52,7 +54,7 @@ def show(url: str) -> None:
             device["state"],
             cores,
             str(device.get("pid") or ""),
-            str(device.get("domain") or "free"),
+            str(device.get("domain") or device.get("lease") or "free"),
         )
     console.print(table)
 

@@ -40,9 +40,9 @@ class Lease:
     devices: tuple[int, ...]
     level: Level
     notice_s: float
-    """How long before the end the job is told."""
+    """How long before its devices are needed it is called back, if that is known so early."""
     grace_s: float
-    """How long it may take to end after that."""
+    """How long its job may take to end once it is told to."""
     expires_s: float
     called_back_s: float | None = None
 
@@ -51,14 +51,9 @@ class Lease:
         return "active" if self.called_back_s is None else "revoking"
 
     @property
-    def stop_s(self) -> float | None:
-        """When the job is told to end, while it is being revoked."""
-        return None if self.called_back_s is None else self.called_back_s + self.notice_s
-
-    @property
     def deadline_s(self) -> float | None:
         """When its devices must be back, while it is being revoked."""
-        return None if self.called_back_s is None else self.called_back_s + self.notice_s + self.grace_s
+        return None if self.called_back_s is None else self.called_back_s + max(self.notice_s, self.grace_s)
 
 
 class ResourcePool:
@@ -207,11 +202,23 @@ class ResourcePool:
             if coming >= count:
                 break
             if lease.called_back_s is None:
-                revoked = replace(lease, called_back_s=self._clock.now())
-                self._leases[lease.id] = revoked
-                called.append(revoked)
+                called.append(self._revoke(lease))
                 coming += len(lease.devices)
         return called
+
+    def recall(self, devices: Collection[int]) -> list[Lease]:
+        """Revoke the leases of these devices. What was revoked just now."""
+        wanted = set(devices)
+        return [
+            self._revoke(lease)
+            for lease in self.leases
+            if self.revocable and lease.called_back_s is None and wanted.intersection(lease.devices)
+        ]
+
+    def _revoke(self, lease: Lease) -> Lease:
+        revoked = replace(lease, called_back_s=self._clock.now())
+        self._leases[lease.id] = revoked
+        return revoked
 
     # ------------------------------------------------------------ reservations
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from dynamictp.clock import Clock
 from dynamictp.control.values import Bar
 from dynamictp.layout import Layout, parse_layout
-from dynamictp.messages import CancelSwitch, SetLayout, SwitchStatus
+from dynamictp.messages import CancelSwitch, RampSettings, SetLayout, SwitchStatus
 
 AGAIN_S = 2.0
 """A command without an answer is sent again, under its id, after so long."""
@@ -40,6 +40,7 @@ class Target:
     reason: str
     forced: bool = False
     ramp: bool = True
+    settings: RampSettings | None = None
     drain_deadline_s: float = 0.0
 
 
@@ -146,7 +147,7 @@ class Reconciler:
             return
         command = SetLayout(
             self.new_id(), target.layout, ramp=target.ramp, drain_deadline_s=target.drain_deadline_s,
-            reason=target.reason, forced=target.forced,
+            reason=target.reason, forced=target.forced, settings=target.settings,
         )  # fmt: skip
         self._order = _Order(command)
         self._send(self._order)

@@ -15,7 +15,7 @@ from dynamictp.engine.layouts import LayoutManager
 from dynamictp.engine.request import Detach, Request
 from dynamictp.engine.requests import RequestBook
 from dynamictp.engine.scheduler import Limits, Scheduler
-from dynamictp.engine.snapshot import StepCost, StepLedger, make_snapshot
+from dynamictp.engine.snapshot import StepCost, StepLedger, StepMeasures, make_snapshot
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.turns import Turns
 from dynamictp.engine.watch import HELLO_AGAIN_S, HELLO_S, LOOK_S, Watch
@@ -34,9 +34,11 @@ from dynamictp.messages import (
     SetLayout,
     Shutdown,
     Snapshot,
+    StepMeasure,
     StepResult,
     SubmitRequest,
     SwitchStatus,
+    Waiting,
     WorkerGone,
     WorkerHello,
     WorkerStarted,
@@ -100,6 +102,7 @@ class EngineCore:
             raise ConfigError(f"layout {start.layout} needs more than {start.comm_slots} communicator slots")
         self._cost = StepCost()
         self._ledger = StepLedger()
+        self._measures = StepMeasures()
         self._ready = False
         self._next_snapshot_s = self._next_look_s = clock.now()
         if start.incarnation > 1:
@@ -193,7 +196,7 @@ class EngineCore:
             self.to_server.append(outputs)
         if now >= self._next_snapshot_s:
             self._next_snapshot_s = now + SNAPSHOT_S
-            self.to_server.append(self.snapshot())
+            self.to_server.append(self.snapshot(self._measures.take()))
         if self._stop_at is not None:
             self.finished = not self.book.live or now >= self._stop_at
         self._cost.turn_took(perf_counter() - began)
@@ -208,7 +211,7 @@ class EngineCore:
         ]
         return min(deadline for deadline in deadlines if deadline is not None)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, measures: tuple[StepMeasure, ...] = ()) -> Snapshot:
         return make_snapshot(
             self.start,
             self.fleet,
@@ -220,6 +223,25 @@ class EngineCore:
             max_model_len=self.max_model_len,
             step_engine_us=self._cost.median_us,
             steps=self._ledger.totals,
+            queue=self._queue(),
+            measures=measures,
+        )
+
+    def _queue(self) -> Waiting:
+        waiting = list(self.book.waiting)
+        if not waiting:
+            return Waiting()
+        size = self.start.arena.page_tokens
+        largest = max(-(-len(request.tokens) // size) for request in waiting)
+        held = max((d.quota for d in self._live() if d.state == "serving"), default=0)
+        quota = quota_rule(self.pool.total, self.start.devices, self._cap)
+        wider = (
+            d for d in sorted(self.start.legal_degrees) if d <= self.start.devices and quota(d) >= largest
+        )
+        return Waiting(
+            sum(len(request.tokens) for request in waiting),
+            min(request.arrival_s for request in waiting),
+            next(wider, 0) if held and largest > held else 0,
         )
 
     @property
@@ -291,6 +313,9 @@ class EngineCore:
         self.fleet.worked(domain, result.seconds)
         self._ledger.add(domain, record, result)
         domain.busy = bool(domain.in_flight)
+        if self.start.mode != "static":
+            busy = {device for other in self._live() if not other.empty for device in other.devices}
+            self._measures.add(domain, record, result, len(busy.union(domain.devices)))
         if record.alone:
             self._times.measured(domain.tp, record.decode_rows, record.prefill_tokens, result.seconds * 1e3)
         self._cost.step_took(perf_counter() - began)

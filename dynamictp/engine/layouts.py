@@ -96,7 +96,7 @@ class LayoutManager:
         running = self._current
         switch = Switch(
             command.switch_id, self.observed, self.observed, command.reason, command.drain_deadline_s, now,
-            ramped=command.ramp or command.forced, forced=command.forced,
+            ramped=command.ramp or command.forced, forced=command.forced, settings=command.settings,
         )  # fmt: skip
         try:
             switch.target = self.target(command.layout)
@@ -264,7 +264,7 @@ class LayoutManager:
 
     def _free_slots(self, switch: Switch, now: float) -> None:
         """Communicators wait for slots: hand over at once what drains, and give up if nothing does."""
-        if not self._fleet.complete:
+        if not self._fleet.complete(self.targets.leased):
             return
         held = [d for d in self._fleet.domains.values() if d not in switch.opening]
         held = [d for d in held if d.state in {"draining", "closed", "failed"} and d not in switch.reviving]
@@ -280,11 +280,12 @@ class LayoutManager:
         new = [*switch.opening, *switch.reviving]
         for domain in new:
             domain.trial = True
+        settings = switch.settings or self._ramp_settings
         switch.ramp = Ramp(
-            self._ramp_settings,
+            settings,
             new=new,
             retiring=surplus(self._fleet, switch.target),
-            probe=self._prober.begin(switch.id, switch.opening, old, now + self._ramp_settings.probe_s),
+            probe=self._prober.begin(switch.id, switch.opening, old, now + settings.probe_s),
             times=self._times.copy(),
             forced=switch.forced,
         )
@@ -379,7 +380,7 @@ class LayoutManager:
         absent = missing(self._fleet, self.observed)
         if now < self._rebuild_at or not any(self._fleet.has_workers(placed.devices) for placed in absent):
             return
-        if not self.started and not self._fleet.complete:
+        if not self.started and not self._fleet.complete(self.targets.leased):
             return
         if any(domain.state == "failed" for domain in self._fleet.domains.values()):
             return

@@ -11,8 +11,19 @@ from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.requests import RequestBook
 from dynamictp.layout import Layout
-from dynamictp.messages import DeviceStatus, EngineStart, Snapshot, StepResult, StepTotals
+from dynamictp.messages import (
+    DeviceStatus,
+    EngineStart,
+    Snapshot,
+    StepMeasure,
+    StepResult,
+    StepTotals,
+    Waiting,
+)
 
+WARM_STEPS = 8
+"""Steps of a domain after which its times count."""
+KEPT_MEASURES = 4
 Phase = Literal["decode", "prefill"]
 
 
@@ -69,6 +80,40 @@ class StepLedger:
         return tuple(self._totals.values())
 
 
+class StepMeasures:
+    """A few steps of each degree and phase, until a snapshot takes them."""
+
+    def __init__(self) -> None:
+        self._measures: dict[tuple[int, bool], list[StepMeasure]] = {}
+
+    def add(self, domain: Domain, record: PlanRecord, result: StepResult, active_devices: int) -> None:
+        """Steps beside other domains, and the first ones of a domain, tell nothing."""
+        if not record.alone or record.step < WARM_STEPS:
+            return
+        kept = self._measures.setdefault((domain.tp, bool(record.prefill_tokens)), [])
+        if len(kept) >= KEPT_MEASURES:
+            return
+        rows = record.decode_rows
+        context = sum(work.start + 1 for work in record.rows[:rows])
+        past = sum(work.start * work.count for work in record.rows[rows:])
+        kept.append(
+            StepMeasure(
+                domain.tp,
+                result.seconds,
+                rows,
+                context / rows if rows else 0.0,
+                record.prefill_tokens,
+                past / record.prefill_tokens if record.prefill_tokens else 0.0,
+                active_devices,
+            )
+        )
+
+    def take(self) -> tuple[StepMeasure, ...]:
+        taken = tuple(measure for kept in self._measures.values() for measure in kept)
+        self._measures.clear()
+        return taken
+
+
 def make_snapshot(
     start: EngineStart,
     fleet: Fleet,
@@ -81,6 +126,8 @@ def make_snapshot(
     max_model_len: int,
     step_engine_us: float,
     steps: tuple[StepTotals, ...],
+    queue: Waiting,
+    measures: tuple[StepMeasure, ...],
 ) -> Snapshot:
     """`prefix`: tokens found in the prefix cache, and tokens looked for."""
     pool = book.pool
@@ -104,6 +151,8 @@ def make_snapshot(
         step_engine_us=step_engine_us,
         steps=steps,
         placed=str(layout),
+        queue=queue,
+        measures=measures,
     )
 
 

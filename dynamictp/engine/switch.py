@@ -8,7 +8,7 @@ from typing import Literal
 from dynamictp.engine.domain import Domain
 from dynamictp.engine.ramp import Ramp
 from dynamictp.layout import Layout
-from dynamictp.messages import SwitchStatus
+from dynamictp.messages import RampSettings, SwitchStatus
 
 Outcome = Literal["", "committed", "closed", "noop", "failed", "cancelled", "rolled_back"]
 Phase = Literal["prepare", "proof", "ramp", "commit", "drain", "close", "rollback"]
@@ -43,6 +43,7 @@ class Switch:
     error: str | None = None
     ramped: bool = False
     forced: bool = False
+    settings: RampSettings | None = None
     ramp: Ramp | None = None
     """While it is in its ramp."""
 

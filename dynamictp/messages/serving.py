@@ -10,6 +10,7 @@ from dynamictp.messages.values import (
     DeviceStatus,
     DomainStatus,
     Message,
+    RampSettings,
     SamplingParams,
     ServedBy,
     TokenLogprobs,
@@ -55,6 +56,8 @@ class SetLayout(Message, frozen=True):
     reason: str = "admin"
     forced: bool = False
     """Of a ramp only the shadow probe: growth that the SLO needs now."""
+    settings: RampSettings | None = None
+    """Of the ramp; None: those of the engine's start."""
 
 
 class SetDevices(Message, frozen=True):
@@ -168,6 +171,30 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     host_s: float
 
 
+class StepMeasure(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a domain that had its devices to itself, for calibration. Means are over its tokens."""
+
+    tp: int
+    seconds: float
+    rows: int
+    context: float
+    """Mean context of the decoding rows, in tokens."""
+    prefill_tokens: int
+    past_tokens: float
+    """Mean tokens computed before the chunks of prompt, over their tokens."""
+    active_devices: int
+    """Devices that had work at the time."""
+
+
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """The waiting queue: its tokens, its oldest arrival (0 for none), and how many devices the narrowest
+    domain takes that could hold its largest request which no serving domain could hold (0: none is so)."""
+
+    tokens: int = 0
+    oldest_s: float = 0.0
+    needs_devices: int = 0
+
+
 class Snapshot(Message, frozen=True):
     """The engine's state for metrics, `/admin/layout` and the planner. Sent periodically and on changes."""
 
@@ -190,6 +217,9 @@ class Snapshot(Message, frozen=True):
     steps: tuple[StepTotals, ...] = ()
     placed: str = ""
     """The observed layout with its devices: also those whose domain is being built again."""
+    queue: Waiting = Waiting()
+    measures: tuple[StepMeasure, ...] = ()
+    """A few of each degree and phase since the snapshot before."""
 
 
 class WorkerLost(Message, frozen=True):

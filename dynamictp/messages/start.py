@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from dynamictp.facts import DType, ModelFacts
+from dynamictp.messages.values import RampSettings
 
 
 class ArenaFacts(msgspec.Struct, frozen=True):
@@ -15,23 +16,6 @@ class ArenaFacts(msgspec.Struct, frozen=True):
     pages: int
     page_tokens: int
     dtype: DType
-
-
-class RampSettings(msgspec.Struct, frozen=True):
-    """How a ramped switch shifts new requests to the new side, and when it takes that back (design 9)."""
-
-    shares: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
-    """Share of new requests on the new side, step by step; ascending, the last one is 1."""
-    observe_s: float = 2.0
-    """Length of a step; without samples time alone passes it."""
-    settle_s: float = 2.0
-    """After the last step, until the switch commits."""
-    min_finished: int = 20
-    """Finished requests of each side before latencies are compared."""
-    worse: float = 1.5
-    """P95 of measured over predicted time, new side over old side, beyond which the switch is taken back."""
-    probe_s: float = 10.0
-    """Longest time of the shadow probe."""
 
 
 class EngineStart(msgspec.Struct, frozen=True):

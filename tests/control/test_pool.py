@@ -61,7 +61,7 @@ def test_a_device_counts_only_once_it_is_returned() -> None:
     lease = lend(pool)
     assert [called.id for called in pool.reserve(2, hold_s=3.0)] == [lease.id]
     revoked = pool.get(lease.id)
-    assert (revoked.state, revoked.stop_s, revoked.deadline_s) == ("revoking", 110.0, 115.0)
+    assert (revoked.state, revoked.deadline_s) == ("revoking", 110.0)
     assert pool.reserve(2, hold_s=3.0) == []  # it is coming
     assert pool.available == 1
     pool.give_back(lease.id)
@@ -80,7 +80,7 @@ def test_renewing_does_not_keep_a_revoked_lease_beyond_its_deadline() -> None:
     pool, clock = make(1)
     lease = lend(pool, notice_s=10.0)
     pool.call_back(1)
-    clock.advance(10.0)
+    clock.advance(5.0)
     pool.renew(lease.id)
     clock.advance(4.9)
     assert pool.tick() == []
