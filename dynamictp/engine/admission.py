@@ -9,12 +9,15 @@ from dynamictp.engine.blocks import BlockPool
 from dynamictp.engine.domain import Domain
 from dynamictp.engine.pages import Block
 from dynamictp.engine.request import Request
+from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.waiting import WaitingQueue
 
 MAX_SKIPPED = 16
 """Requests too large for every domain that one turn looks past."""
 RESERVE_SHARE = 16
 """At most 1/16 of the arena is kept from admissions for the growth of what runs."""
+EXPECTED_OUTPUT_TOKENS = 128
+"""What routing expects of a request that may have more."""
 
 
 class Admission:
@@ -29,6 +32,7 @@ class Admission:
         pool: BlockPool,
         page_tokens: int,
         max_batched_tokens: int,
+        times: StepTimes,
         domains: Callable[[], Iterable[Domain]],
     ) -> None:
         self.hits = 0
@@ -36,6 +40,7 @@ class Admission:
         self._pool = pool
         self._page_tokens = page_tokens
         self._max_batched_tokens = max_batched_tokens
+        self._times = times
         self._domains = domains
         self._state = RouteState()
 
@@ -54,7 +59,7 @@ class Admission:
                 return
             hits = self._match(request)
             total = self._blocks(len(request.tokens))
-            domain = self._choose(open_domains, total, hits)
+            domain = self._choose(request, open_domains, total, hits, backlog)
             if domain is None:
                 if total <= max(d.quota for d in domains):
                     return
@@ -70,12 +75,19 @@ class Admission:
         needs = [domain.missing(request.blocks) for domain in domains]
         loads = [
             # An empty domain takes any one request: its oldest may exceed the quota.
-            self._load(domain, need if domain.empty else domain.quota - len(domain.blocks))
+            self._load(domain, need if domain.empty else domain.quota - len(domain.blocks), _backlog(domain))
             for domain, need in zip(domains, needs, strict=True)
         ]
-        return self._route(domains, loads, needs)
+        return self._route(request, domains, loads, needs, request.length - request.planned)
 
-    def _choose(self, domains: list[Domain], total: int, hits: list[Block]) -> Domain | None:
+    def _choose(
+        self,
+        request: Request,
+        domains: list[Domain],
+        total: int,
+        hits: list[Block],
+        backlog: dict[Domain, int],
+    ) -> Domain | None:
         """A domain with room for all known tokens of a waiting request."""
         idle_hits = sum(not block.refs for block in hits)
         running = sum(len(d.running) + len(d.leaving) for d in self._domains())
@@ -84,16 +96,29 @@ class Admission:
             return None
         needs = [total - len(hits) + domain.missing(hits) for domain in domains]
         loads = [
-            self._load(domain, need if not running else domain.quota - len(domain.blocks))
+            self._load(domain, need if not running else domain.quota - len(domain.blocks), backlog[domain])
             for domain, need in zip(domains, needs, strict=True)
         ]
-        return self._route(domains, loads, needs)
+        return self._route(
+            request, domains, loads, needs, len(request.tokens) - len(hits) * self._page_tokens
+        )
 
-    def _route(self, domains: list[Domain], loads: list[DomainLoad], needs: list[int]) -> Domain | None:
-        chosen = route(RequestNeed(needs), loads, self._state)
+    def _route(
+        self, request: Request, domains: list[Domain], loads: list[DomainLoad], needs: list[int], tokens: int
+    ) -> Domain | None:
+        """`tokens`: what it has yet to compute, on any domain: they share the prefix cache."""
+        need = RequestNeed(
+            needs,
+            [tokens] * len(domains),
+            request.id,
+            request.prompt_len,
+            min(request.limit - len(request.tokens), EXPECTED_OUTPUT_TOKENS),
+            request.priority,
+        )
+        chosen = route(need, loads, self._state)
         if chosen is None:
             return None
-        self._state = RouteState(self._state.routed + 1)
+        self._state = self._state.after(chosen)
         return next(domain for domain in domains if domain.epoch == chosen.epoch)
 
     def _bind(self, request: Request, domain: Domain, hits: list[Block]) -> None:
@@ -118,10 +143,18 @@ class Admission:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._page_tokens)
 
-    @staticmethod
-    def _load(domain: Domain, blocks_free: int) -> DomainLoad:
+    def _load(self, domain: Domain, blocks_free: int, backlog: int) -> DomainLoad:
         running = len(domain.running) + len(domain.leaving)
-        return DomainLoad(domain.epoch, len(domain.devices), running, domain.free_rows, blocks_free)
+        return DomainLoad(
+            domain.epoch,
+            len(domain.devices),
+            running,
+            domain.free_rows,
+            blocks_free,
+            step_s=self._times.decode_ms(domain.tp, running + 1) * 1e-3,
+            token_s=self._times.prefill_ms(domain.tp, 1) * 1e-3,
+            backlog_tokens=backlog,
+        )
 
 
 def _backlog(domain: Domain) -> int:
