@@ -71,9 +71,11 @@ class EngineCore:
         limits = Limits(arena.page_tokens, start.max_batched_tokens, start.max_step_ms)
         self._cap = DYNAMIC_CAP if start.mode == "dynamic" else 1.0
         self._context = min(context, self.pool.total * arena.page_tokens)
-        self._admission = Admission(self.pool, arena.page_tokens, start.max_batched_tokens, self._live)
-        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover)
         self._times = StepTimes()
+        self._admission = Admission(
+            self.pool, arena.page_tokens, start.max_batched_tokens, self._times, self._live
+        )
+        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover)
         self._turns = Turns()
         self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
         control = control or NullControlWords()

@@ -182,9 +182,9 @@ class LayoutManager:
     def _ramp(self) -> Ramp | None:
         return self._current.ramp if self._current is not None else None
 
-    def eligible(self, request: Request, domains: list[Domain]) -> list[Domain]:
-        """Which of the serving domains may take the request: those of its side."""
-        return domains if self._ramp is None else self._ramp.eligible(request, domains)
+    def choices(self, request: Request, domains: list[Domain], blocks: int) -> list[list[Domain]]:
+        """The serving domains in the order in which they may take the request: its side of a ramp first."""
+        return [domains] if self._ramp is None else self._ramp.choices(request, domains, blocks)
 
     def bound(self, domain: Domain) -> None:
         """A request was admitted to a domain."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from dynamictp.control.route import Side, ramp_side
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.probe import Probe
 from dynamictp.engine.request import Request
@@ -16,8 +15,6 @@ from dynamictp.messages import RampSettings, StepResult
 
 LONG_PROMPT_TOKENS = 512
 """Requests are compared with those of their class only: prompts up to here, and longer ones."""
-
-Side = Literal["new", "old"]
 
 
 @dataclass(frozen=True)
@@ -87,14 +84,19 @@ class Ramp:
 
     # ------------------------------------------------------------ sides
 
-    def eligible(self, request: Request, domains: Sequence[Domain]) -> list[Domain]:
-        """The serving domains of the request's side; all of them when that side has none."""
+    def choices(self, request: Request, domains: Sequence[Domain], blocks: int) -> list[list[Domain]]:
+        """The serving domains of the request's side, then those of the other one: a side without room leaves
+        it the request. Not so while the probe runs, and at 100 %, as long as there is another way."""
+        holding: Sequence[Domain]
         if self.share >= 1.0:
             side = [domain for domain in domains if domain not in self._retiring]
+            holding = [domain for domain in side if domain.quota >= blocks]
         else:
-            new = self._first_due or place_of(request.id) < self.share
+            new = self._first_due or ramp_side(request.id, self.share) == "new"
             side = [domain for domain in domains if (domain in self._new) == new]
-        return side or list(domains)
+            holding = side if self._probe is not None else []
+        others = [domain for domain in domains if domain not in side]
+        return [group for group in (side, [] if holding else others) if group]
 
     def bound(self, domain: Domain) -> None:
         """A request was admitted to a domain."""
@@ -175,12 +177,6 @@ class Ramp:
                     f"({len(new)} requests), {old_p95:.2f} on the old one ({len(old)})"
                 )
         return ""
-
-
-def place_of(request_id: str) -> float:
-    """Where a request stands between 0 and 1: the first of a ramp to move are those nearest 0."""
-    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / (1 << 64)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamictp.engine.ramp import percentile, place_of
+from dynamictp.control.route import ramp_side
+from dynamictp.engine.ramp import percentile
 from dynamictp.messages import CancelSwitch, DomainBroken, RampSettings, SetDevices, StepPlan
 from tests.engine.engine_simulation import PAGE, Simulation, Stream, engine_start
 
@@ -171,7 +172,7 @@ def test_what_a_failing_new_domain_computed_is_thrown_away() -> None:
     other = sim.submit(prompt, 2)
     hits = sim.core.snapshot().prefix_hits
     sim.run(lambda: other.end is not None)
-    assert place_of(other.id) > 0.1  # on the old side, which does not trust those pages yet
+    assert ramp_side(other.id, 0.1) == "old"  # which does not trust those pages yet
     assert sim.core.snapshot().prefix_hits == hits
     sim.core.on_worker(1, DomainBroken(domain.epoch, 0, 5, True, "ValueError: injected"))
     sim.turn()
