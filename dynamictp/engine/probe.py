@@ -50,7 +50,7 @@ class Probe:
             if not all(map(math.isfinite, sent.shadow.logprobs)):
                 return f"the shadow probe on {sent.domain.placed} gave a log-probability that is not finite"
         late = now >= self.deadline_s
-        # One that never got pages tells nothing of its domain: the arena is full.
+        # One that never got pages, or lost them (it is `cancelled`), tells nothing of its domain.
         waiting = [s for s in self._sent if not s.shadow.end and not (late and not s.request.planned)]
         if waiting and late:
             return f"the shadow probe on {waiting[0].domain.placed} did not end in time"

@@ -264,7 +264,8 @@ class RequestBook:
 
     def _requeue(self, request: Request) -> None:
         if request.shadow is not None:
-            self._end(request, "error", "it lost its domain")
+            # Preempted for want of pages, which says nothing about its domain.
+            self._end(request, "cancelled")
             return
         request.recomputes += request.computed > 0
         request.planned = request.computed = request.entered = 0

@@ -24,7 +24,7 @@ from dynamictp.testing.harness import TINY
 
 MOST_LIVE = 10
 DEVICES = 3
-RAMP = RampSettings(observe_s=0.01, settle_s=0.005, min_finished=1_000_000, probe_s=60.0)
+RAMP = RampSettings(observe_s=0.004, settle_s=0.002, min_finished=1_000_000, probe_s=60.0)
 """Short, and its latency gate off: times of threads on a busy machine say nothing."""
 TAKE_BACK = 0.004
 """Chance in each turn that the switch in flight is cancelled."""
@@ -125,7 +125,7 @@ def run_threaded_gate(seed: int, switches: int, *, blocks: int = 36, kernel_leve
                 client.submit(rng.randrange(len(requests)), cancel)
             if busy and not client.switching and rng.random() < next_switch:
                 deadline_s = rng.choice((0.0, 0.0, 0.005, 0.05))
-                ramp = rng.random() < 0.4
+                ramp = rng.random() < 0.25
                 client.switch(f"s{report.switches}", rng.choice(LAYOUTS), deadline_s, ramp=ramp)
                 report.switches += 1
                 next_switch = rng.choice((0.02, 0.2, 1.0))
