@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 CHECK_S = 0.25
 """Time between looks for leases that are lost, while there are any."""
+SNAPSHOT_S = 1.0
+"""Longest time that the engine lets pass without a snapshot."""
 
 
 class Power(Protocol):
@@ -92,12 +94,14 @@ class LeaseDesk:
         self, count: int, level: Level, *, notice_s: float, grace_s: float, wait_s: float
     ) -> Lease:
         """Lend devices as soon as there are enough, at most `wait_s` from now. Raises `LeaseConflict`."""
-        end = self._clock.now() + wait_s
+        began = self._clock.now()
         while True:
             try:
                 lease = self._lease(count, level, notice_s, grace_s)
             except LeaseConflict:
-                left = end - self._clock.now()
+                # After a switch the next snapshot is due in a moment, which no one needs to wait for himself.
+                patience_s = max(wait_s, SNAPSHOT_S) if self._unsettled else wait_s
+                left = began + patience_s - self._clock.now()
                 if left <= 0 or not await self._wait(left):
                     raise
             else:
