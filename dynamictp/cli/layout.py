@@ -66,9 +66,10 @@ def show(url: str) -> None:
 @click.option(
     "--drain-deadline-s", type=float, help="how long old requests may stay before they are handed over"
 )
-def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None) -> None:
+@click.option("--ramp", is_flag=True, help="move requests step by step, and back if that is worse")
+def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None, *, ramp: bool) -> None:
     """Switch to LAYOUT, such as tp2 or tp1+tp1, with all requests running on."""
-    body: dict[str, Any] = {"layout": text, "wait": wait}
+    body: dict[str, Any] = {"layout": text, "wait": wait, "ramp": ramp}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
     switch = _call("PUT", url, body)["switch"]

@@ -12,7 +12,7 @@ from dynamictp.engine.requests import RequestBook
 from dynamictp.messages import SamplingParams, SubmitRequest, pack_tokens
 
 PROMPT_TOKENS = 8
-OUTPUT_TOKENS = 4
+OUTPUT_TOKENS = 2
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """Tokens and their log-probabilities."""

@@ -66,12 +66,31 @@ def test_a_restarted_engine_leaves_a_leased_device_alone() -> None:
         assert moved.status_code == 200, moved.text
         lease = api.http.post("/admin/leases", json={"devices": 1, "level": "released"}).json()
         assert lease["devices"] == [0]
-        engine = next(pid for pid, line in server.children().items() if "dynamictp.engine" in line)
-        os.kill(engine, signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         until(lambda: api.http.get("/ready").status_code != 200, "the engine is gone")
         until(lambda: api.http.get("/ready").status_code == 200, "the next one serves")
         until(lambda: [d["devices"] for d in api.layout()["domains"]] == [[1]], "device 1 serves")
         api.complete("Rain fell on", 8)
         api.http.delete(f"/admin/leases/{lease['id']}")
         assert api.put_layout("tp2", wait="closed").json()["switch"]["outcome"] == "closed"
-        api.complete("Rain fell on", 8)
+        kill_the_engine_in_mid_ramp(server, api)
+
+
+def kill_the_engine_in_mid_ramp(server: ServerProcess, api: Api) -> None:
+    """The layout before it serves again, and a stream of the new side goes on."""
+    ramp = api.put_layout("tp1", wait="none", ramp=True).json()["switch"]["id"]
+    path = f"/admin/switches/{ramp}"
+    until(lambda: api.http.get(path).json()["switch"]["ramp_share"] > 0, "the ramp begins")
+    with api.stream("Rain fell on", 60, ignore_eos=True) as (stream, events):
+        next(events)
+        assert stream.headers["x-dynamictp-tp"] == "1"
+        os.kill(engine_of(server), signal.SIGKILL)
+        list(events)
+    assert stream.done
+    assert (stream.served["tp"], stream.served["recomputes"]) == (2, 1)
+    assert api.layout()["observed"] == "tp2"
+    assert api.http.get(path).json()["switch"]["outcome"] == "failed"
+
+
+def engine_of(server: ServerProcess) -> int:
+    return next(pid for pid, line in server.children().items() if "dynamictp.engine" in line)
