@@ -55,6 +55,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     crash_budget: int = 20
     drain_s: float = 30.0
     calibration: str = ""
+    journal: str = ""
     control: ControlConfig = ControlConfig()
     """In files and flags its fields stand beside the others."""
 

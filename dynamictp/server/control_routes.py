@@ -36,6 +36,7 @@ class ControlRoutes:
             Route("/admin/leases/{id}", self.renew, methods=["PUT"]),
             Route("/admin/leases/{id}", self.give_back, methods=["DELETE"]),
             Route("/admin/decisions", self.decisions, methods=["GET"]),
+            Route("/admin/journal", self.journal, methods=["GET"]),
             Route("/admin/config", self.config, methods=["GET"]),
             Route("/admin/config", self.reload, methods=["PUT"]),
         ]
@@ -102,12 +103,18 @@ class ControlRoutes:
         plane = self._plane()
         last = _number(request, "last", 20)
         with_snapshots = _number(request, "snapshots", 0)
-        entries = list(plane.journal)[-last:] if last else []
         shown = []
-        for seen, decision in reversed(entries):
-            entry = msgspec.to_builtins(decision)
-            shown.append({**entry, "snapshot": msgspec.to_builtins(seen)} if with_snapshots else entry)
+        for entry in reversed(plane.journal.last(last)):
+            decision = msgspec.to_builtins(entry.decision)
+            if with_snapshots:
+                decision["snapshot"] = msgspec.to_builtins(entry.snapshot)
+            shown.append(decision)
         return json_response({"decisions": shown})
+
+    async def journal(self, request: Request) -> Response:
+        """All that is kept, as lines that can be replayed."""
+        lines = b"\n".join(self._plane().journal.lines()) + b"\n"
+        return Response(lines, media_type="application/jsonl")
 
     async def config(self, request: Request) -> Response:
         return json_response({"config": msgspec.to_builtins(self._plane().config)})
