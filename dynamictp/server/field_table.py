@@ -15,10 +15,13 @@ from typing import Any, Literal
 
 from dynamictp.server import requests
 from dynamictp.server.admin_routes import parse_set_layout
+from dynamictp.server.control_routes import parse_lend
 from dynamictp.server.fields import Fields, integer_range, number_range
 
 Status = Literal["used", "neutral", "ignored"]
 
+MAX_DEVICES = 1024
+"""Of any server; a request may ask for those that its server has."""
 _INDEX = re.compile(r"\[\d+\]")
 _TOKEN = {"type": "integer", "minimum": 0}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -182,6 +185,7 @@ def field_rules(vocab: int) -> dict[str, tuple[Rule, ...]]:
         ),
         "POST /detokenize": _note({"tokens": []}, lambda fields: requests.parse_detokenize(fields, vocab)),
         "PUT /admin/layout": _note({"layout": "tp1"}, parse_set_layout),
+        "POST /admin/leases": _note({"devices": 1}, lambda fields: parse_lend(fields, MAX_DEVICES)),
     }
 
 

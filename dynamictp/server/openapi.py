@@ -152,6 +152,8 @@ def _admin_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str,
         {"200": _json(switch)},
         ("401", "403", "404", "409", "503", "504"),
     )
+    locked = ("401", "403")
+    listed = _operation("switches", "The layout switches", {"200": _json(_OBJECT)}, locked)
     text = {"description": "the metrics", "content": {"text/plain": {"schema": _TEXT}}}
     layout = _operation("layout", "The layout", {"200": _json(_OBJECT)}, ("401", "403"))
     return {
@@ -160,9 +162,48 @@ def _admin_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str,
             "get": layout,
             "put": {**put, "requestBody": _body(rules["PUT /admin/layout"], vocab)},
         },
+        "/admin/switches": {"get": listed},
         "/admin/switches/{id}": {
             "get": {**show, "parameters": ident},
             "delete": {**cancel, "parameters": ident},
+        },
+        **_control_paths(rules, vocab, ident),
+    }
+
+
+def _control_paths(
+    rules: Mapping[str, tuple[Rule, ...]], vocab: int, ident: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Leases, and the planner: 400 where the server's mode has none."""
+    locked, done = ("401", "403"), {"200": _json(_OBJECT)}
+    lent = _operation("lend", "Lend devices", {"201": _json(_OBJECT)}, (*_BODY, "409"))
+    one = {
+        method: {**_operation(f"{name}_lease", summary, done, (*locked, "404", "409")), "parameters": ident}
+        for method, name, summary in (
+            ("get", "show", "One lease"),
+            ("put", "renew", "Keep a lease"),
+            ("delete", "return", "Give a lease back"),
+        )
+    }
+    lines = {"description": "one JSON object a line", "content": {"application/jsonl": {"schema": {}}}}
+    numbers = [
+        {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 10_000}}
+        for name in ("last", "snapshots")
+    ]
+    planned = (*locked, "400")
+    decisions = _operation("decisions", "The planner's decisions", done, planned)
+    change = _operation("set_config", "Replace parameters of the planner", done, _BODY)
+    return {
+        "/admin/leases": {
+            "get": _operation("leases", "The leases", done, locked),
+            "post": {**lent, "requestBody": _body(rules["POST /admin/leases"], vocab)},
+        },
+        "/admin/leases/{id}": one,
+        "/admin/decisions": {"get": {**decisions, "parameters": numbers}},
+        "/admin/journal": {"get": _operation("journal", "The journal", {"200": lines}, planned)},
+        "/admin/config": {
+            "get": _operation("config", "The planner's parameters", done, planned),
+            "put": {**change, "requestBody": {"required": True, **_json_content(_OBJECT)}},
         },
     }
 
@@ -187,9 +228,13 @@ def _json(shape: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> di
     return {"description": "done", "content": {"application/json": {"schema": shape}, **(more or {})}}
 
 
+def _json_content(shape: Mapping[str, Any]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": shape}}}
+
+
 def _body(rules: tuple[Rule, ...], vocab: int) -> dict[str, Any]:
     shape = _bounded(_object(rules, ""), vocab)
-    return {"required": True, "content": {"application/json": {"schema": shape}}}
+    return {"required": True, **_json_content(shape)}
 
 
 def _object(rules: Sequence[Rule], prefix: str) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 from dynamictp.errors import BadRequest
 from dynamictp.server import requests
 from dynamictp.server.admin_routes import parse_set_layout
-from dynamictp.server.field_table import Rule, field_rules
+from dynamictp.server.control_routes import parse_lend
+from dynamictp.server.field_table import MAX_DEVICES, Rule, field_rules
 from dynamictp.server.fields import Fields
 
 VOCAB = 100
@@ -22,6 +23,7 @@ PARSERS = {
     "POST /tokenize": requests.parse_tokenize,
     "POST /detokenize": lambda body: requests.parse_detokenize(body, VOCAB),
     "PUT /admin/layout": lambda body: parse_set_layout(Fields(body)),
+    "POST /admin/leases": lambda body: parse_lend(Fields(body), MAX_DEVICES),
 }
 CASES = [(endpoint, rule) for endpoint, rules in field_rules(VOCAB).items() for rule in rules]
 TABLE = pytest.mark.parametrize(
@@ -40,6 +42,7 @@ def base(endpoint: str, name: str) -> dict[str, Any]:
         else {"prompt": "x"},
         "POST /detokenize": {"tokens": []},
         "PUT /admin/layout": {"layout": "tp1"},
+        "POST /admin/leases": {"devices": 1},
     }[endpoint]
     if name.startswith("stream_options"):
         body |= {"stream": True, "stream_options": {}}
@@ -202,6 +205,7 @@ def test_the_table_has_every_field_that_is_accepted(endpoint: str) -> None:
         "POST /tokenize": lambda: requests.parse_tokenize(fields),
         "POST /detokenize": lambda: requests.parse_detokenize(fields, VOCAB),
         "PUT /admin/layout": lambda: parse_set_layout(fields),
+        "POST /admin/leases": lambda: parse_lend(fields, MAX_DEVICES),
     }
     parsers[endpoint]()
     known = {rule.name for rule in field_rules(VOCAB)[endpoint] if "." not in rule.name}

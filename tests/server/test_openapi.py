@@ -31,7 +31,13 @@ CHECKS = [
 OPERATIONS = [
     (method.upper(), path) for path, methods in openapi(VOCAB)["paths"].items() for method in methods
 ]
-WITH_BODY = [pair for pair in OPERATIONS if pair[0] in ("POST", "PUT")]
+WITH_BODY = [
+    (method, path)
+    for method, path in OPERATIONS
+    if "requestBody" in openapi(VOCAB)["paths"][path][method.lower()]
+]
+SERVED = [pair for pair in WITH_BODY if pair[1] not in ("/admin/leases", "/admin/config")]
+"""Without a planner, and with two devices, the others have little to give."""
 EXAMPLES, MANY = 15, 1000
 """Of each operation, with the unit tests and with `scripts/test --fault`."""
 SEED = int(os.environ.get("DYNAMICTP_FUZZ_SEED", "0"))
@@ -46,6 +52,9 @@ def server() -> Iterator[Threaded]:
 @pytest.fixture(scope="module")
 def description(server: Threaded) -> Any:
     document = httpx.get(f"{server.url}/openapi.json").json()
+    lease = document["paths"]["/admin/leases"]["post"]["requestBody"]["content"]["application/json"]
+    # Nobody gives a device back meanwhile.
+    lease["schema"]["properties"]["wait_s"] = {"const": 0}
     return schemathesis.openapi.from_dict(document)
 
 
@@ -108,7 +117,7 @@ EXCLUSIVE = ("max_completion_tokens", "best_of", "continue_final_message", "chat
 def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     """The description of requests that must be served."""
     document = copy.deepcopy(document)
-    for method, path in WITH_BODY:
+    for method, path in SERVED:
         media = document["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]
         shape = media["schema"]
         for name in EXCLUSIVE:
@@ -126,7 +135,7 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize(("method", "path"), WITH_BODY)
+@pytest.mark.parametrize(("method", "path"), SERVED)
 def test_requests_that_fit_are_served_as_described(server: Threaded, method: str, path: str) -> None:
     description = schemathesis.openapi.from_dict(narrowed(openapi(VOCAB)))
     statuses = exercise(server, description[path][method], GenerationMode.POSITIVE, EXAMPLES)
