@@ -188,6 +188,12 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+async def test_a_number_with_endless_digits_in_a_query_is_a_400(stack: Stack) -> None:
+    for text in ("9" * 5000, "9" * 10, "-1", "x", "\u0663"):
+        response = await stack.http.get("/admin/decisions", params={"last": text})
+        assert response.status_code == 400
+
+
 async def test_the_description_names_every_route(stack: Stack) -> None:
     document = (await stack.http.get("/openapi.json")).json()
     routes = {
