@@ -124,9 +124,9 @@ class ControlRoutes:
 
     async def decisions(self, request: Request) -> Response:
         """The last decisions, the latest first; with `snapshots=1` also what each was based on."""
-        plane = self._plane()
         last = _number(request, "last", 20)
         with_snapshots = _number(request, "snapshots", 0)
+        plane = self._plane()
         shown = []
         for entry in reversed(plane.journal.last(last)):
             decision = msgspec.to_builtins(entry.decision)

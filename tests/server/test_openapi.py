@@ -192,6 +192,7 @@ async def test_a_number_with_endless_digits_in_a_query_is_a_400(stack: Stack) ->
     for text in ("9" * 5000, "9" * 10, "-1", "x", "\u0663"):
         response = await stack.http.get("/admin/decisions", params={"last": text})
         assert response.status_code == 400
+        assert response.json()["error"]["param"] == "last"
 
 
 async def test_the_description_names_every_route(stack: Stack) -> None:

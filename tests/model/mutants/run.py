@@ -96,6 +96,13 @@ def main() -> int:
 
 def open_all(seed: int, wanted: range, keep: Path | None) -> Iterator[tuple[int, str, str]]:
     """(index, outcome, detail) of every mutant."""
+    # A child that ends in the middle leaves its files here.
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        tempfile.tempdir = scratch
+        yield from _open_all(seed, wanted, keep)
+
+
+def _open_all(seed: int, wanted: range, keep: Path | None) -> Iterator[tuple[int, str, str]]:
     start = wanted.start
     while start < wanted.stop:
         reader, writer = os.pipe()
