@@ -213,7 +213,7 @@ class Snapshot(Message, frozen=True):
     preemptions: int = 0
     max_model_len: int = 0
     step_engine_us: float = 0.0
-    """Median engine time per step over the last steps, in microseconds."""
+    """Median processor time of the engine per step over the last steps, in microseconds."""
     steps: tuple[StepTotals, ...] = ()
     placed: str = ""
     """The observed layout with its devices: also those whose domain is being built again."""
