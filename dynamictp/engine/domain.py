@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from dynamictp.engine.pages import Block
 from dynamictp.engine.request import Request
 from dynamictp.layout import PlacedShape
@@ -24,8 +26,7 @@ _NEXT: dict[State, frozenset[State]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(msgspec.Struct, frozen=True):
     """A request's part of a step in flight."""
 
     request: Request
@@ -87,6 +88,8 @@ class Domain:
     """Blocks that steps of the failed domain may still touch."""
     virtual_s: float = 0.0
     """Device seconds used, for the turns of domains that share a device."""
+    trial: bool = False
+    """It serves on the new side of a ramp, which may still take it back."""
     tokens_total: int = 0
     handovers: int = 0
     recomputes: int = 0

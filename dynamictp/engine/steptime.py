@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from copy import deepcopy
 from statistics import median
 
 _SAMPLES = 15
@@ -58,6 +59,23 @@ class StepTimes:
         """Tokens of prefill that fit a step of `limit_ms` beside `rows` decoding rows."""
         left = limit_ms - self.decode_ms(tp, rows)
         return max(0, int(left / max(1e-6, self.prefill_ms(tp, 1))))
+
+    def expected_ms(self, tp: int, rows: int, prefill_tokens: int) -> float | None:
+        """`step_ms`, for an untried degree taken from the nearest measured one: at worst the time grows as
+        the devices get fewer, and it does not shrink as they get more. None when nothing is measured."""
+        degrees = (
+            self._decode.keys() & self._prefill.keys()
+            if prefill_tokens and rows
+            else (self._prefill.keys() if prefill_tokens else self._decode.keys())
+        )
+        if not degrees:
+            return None
+        known = min(degrees, key=lambda degree: (abs(degree - tp), degree))
+        return self.step_ms(known, rows, prefill_tokens) * max(1.0, known / tp)
+
+    def copy(self) -> StepTimes:
+        """The predictions of now: later measurements do not change them."""
+        return deepcopy(self)
 
     def measured(self, tp: int, rows: int, prefill_tokens: int, ms: float) -> None:
         """Learn from a step that ran alone on its devices."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from dynamictp.messages import (
 )
 from dynamictp.server.engine_link import EngineLink
 from dynamictp.server.metrics import Metrics
+from dynamictp.server.traffic import Traffic
 from dynamictp.transport import Link
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class LiveRequest:
     past: ServedBy | None = None
     """What earlier attempts went through."""
     served: ServedBy | None = None
+    first_token_s: float = 0.0
     last_token_s: float = 0.0
 
 
@@ -119,6 +121,10 @@ class EngineClient:
         self._idle = asyncio.Event()
         self.dropped_events = 0
         """Token events that were late, repeated or out of order."""
+        self.traffic: Traffic | None = None
+        """Told what the planner has to know, if there is one."""
+        self.on_snapshot: Callable[[], None] = lambda: None
+        """Called when `snapshot` is a new one."""
         self.on_link_lost: Callable[[str], None] = lambda reason: None
         """Called when the link broke; the supervisor then restarts the engine and attaches again."""
 
@@ -170,6 +176,11 @@ class EngineClient:
         """Requests in the engine."""
         return len(self._live)
 
+    @property
+    def live_requests(self) -> Collection[LiveRequest]:
+        """They change with every message of the engine: to be read at once."""
+        return self._live.values()
+
     # ------------------------------------------------------------ requests
 
     def close_admission(self, reason: str) -> None:
@@ -216,6 +227,8 @@ class EngineClient:
             request_id, array("I", prompt).tobytes(), len(prompt), sampling, arrival_s, priority, sink
         )
         self._live[request_id] = live
+        if self.traffic is not None:
+            self.traffic.arrived(live.prompt_len)
         self._send_request(live)
         return live
 
@@ -270,6 +283,7 @@ class EngineClient:
                 self.snapshot = body
                 self.layout = body.layout
                 self._metrics.on_snapshot(body)
+                self.on_snapshot()
             case SwitchStatus():
                 if body.outcome in ("committed", "noop"):
                     self.layout = body.to_layout
@@ -310,6 +324,10 @@ class EngineClient:
         since = live.last_token_s if event.position else live.arrival_s
         self._metrics.on_token(event.served.domain, now - since, first=event.position == 0)
         live.last_token_s = now
+        if not event.position:
+            live.first_token_s = now
+            if self.traffic is not None:
+                self.traffic.first_token(live.prompt_len, now - live.arrival_s)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))
             self._forget(live, "stop")
@@ -337,6 +355,8 @@ class EngineClient:
         if self._remove(live.request_id) is not None and reason != "error":
             tp = live.served.tp if live.served is not None else 0
             self._metrics.on_finish(reason, tp, self._clock.now() - live.arrival_s)
+            if self.traffic is not None:
+                self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)

@@ -27,6 +27,7 @@ from dynamictp.model.weights import plan_weights
 from dynamictp.server.app import create_app
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
+from dynamictp.server.pool_facts import pool_facts
 from dynamictp.server.recovery import Recovery
 from dynamictp.server.requests import SamplingDefaults, parse_sampling_defaults
 from dynamictp.server.run import ServerRunner
@@ -93,6 +94,11 @@ class _Launch:
             )
         supervisor = Supervisor(config, plan, index, kernels.level)
         service = self._service(source, plan, supervisor)
+        service.desk.power = supervisor
+        supervisor.leased = lambda: tuple(sorted(service.desk.pool.leased))
+        if config.mode != "static":
+            journal = Path(config.journal) if config.journal else None
+            service.plan_with(pool_facts(config, plan), config.control, journal)
         runner = ServerRunner(create_app(service), config.host, config.port)
         try:
             port = await runner.start()
@@ -135,21 +141,28 @@ class _Launch:
 
     async def _keep_alive(self, service: Service, supervisor: Supervisor, stop: StopSignals) -> None:
         """Serve, then drain: returns when the server is to end."""
-        recovery = Recovery(service.client, service.switches, service.clock, hang_s=self._config.hang_s)
+        recovery = Recovery(service.client, service.engine_lost, service.clock, hang_s=self._config.hang_s)
         supervisor.keep_alive(recovery)
         drain = stop.drain_first()
-        watching = asyncio.create_task(recovery.watch(supervisor.kill_engine))
+        tasks = [asyncio.create_task(recovery.watch(supervisor.kill_engine))]
+        if service.plane is not None:
+            tasks.append(asyncio.create_task(service.plane.run()))
         try:
             either: tuple[asyncio.Future[Any], ...] = (drain, stop.end, supervisor.failed)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if drain.done() and not stop.end.done():
-                say(f"draining: {service.client.live} requests may take {self._config.drain_s:g} s more")
+                if live := service.client.live:
+                    say(f"draining: {live} request(s) may take {self._config.drain_s:g} s more")
                 service.client.close_admission("the server is shutting down")
                 await _first(self._drained(service), stop.end, supervisor.failed)
                 stop.finish(0)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await service.desk.close()
+            if service.plane is not None:
+                service.plane.journal.close()
 
     async def _drained(self, service: Service) -> None:
         with contextlib.suppress(TimeoutError):

