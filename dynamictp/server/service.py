@@ -139,6 +139,7 @@ class Service:
             metrics=self.metrics,
             journal=Journal(facts, config, PlannerState(), journal),
         )
+        self.desk.on_returned = self.plane.nudge
         return self.plane
 
     def engine_lost(self) -> None:
