@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from dynamictp.errors import BadRequest
 from dynamictp.messages import DeviceStatus, DomainStatus, SwitchStatus
-from dynamictp.server.answers import envelope, json_response, read_body
+from dynamictp.server.answers import envelope, json_response
 from dynamictp.server.fields import Fields, parse_object
 from dynamictp.server.metrics import CONTENT_TYPE
 from dynamictp.server.service import DeviceInfo, Service
@@ -27,12 +27,16 @@ class AdminRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/metrics", self.metrics, methods=["GET"]),
+            *self.public(),
             Route("/admin/layout", self.layout, methods=["GET"]),
             Route("/admin/layout", self.set_layout, methods=["PUT"]),
             Route("/admin/switches/{id}", self.switch, methods=["GET"]),
             Route("/admin/switches/{id}", self.cancel_switch, methods=["DELETE"]),
         ]
+
+    def public(self) -> list[Route]:
+        """What `--public-metrics` shows on a port without the rest."""
+        return [Route("/metrics", self.metrics, methods=["GET"])]
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -61,7 +65,8 @@ class AdminRoutes:
 
     async def set_layout(self, request: Request) -> Response:
         service, board = self._service, self._service.switches
-        fields = Fields(parse_object(await read_body(request, service.body_limit_bytes)))
+        async with service.bodies.reading(request) as body:
+            fields = Fields(parse_object(body))
         fields.require("layout", "a layout such as tp2, or auto")
         text = fields.text("layout") or ""
         until = cast(Wait, fields.choice("wait", ("none", "commit", "closed"), "commit"))
@@ -71,7 +76,7 @@ class AdminRoutes:
         if text.strip() == "auto":
             return self._unpin()
         layout = check_layout(text, self._degrees(), service.devices, service.model)
-        service.client.check_room(0)
+        service.client.check_open()
         status = board.start(
             layout, service.observed, service.client.send, ramp=ramp, drain_deadline_s=drain_s
         )

@@ -1,0 +1,28 @@
+"""Who sent a request, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Times are the server's clock."""
+
+    arrival_s: float
+    tenant: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    """When the request is to be given up; None for never."""
+    patience_s: float | None = None
+    """How long the client said that it is ready to wait."""
+
+    def with_timeout(self, timeout_s: float | None) -> Self:
+        """With a time-out that the client gave, None for none. It never puts the deadline off."""
+        if timeout_s is None:
+            return self
+        until_s = self.arrival_s + timeout_s
+        if self.deadline_s is not None:
+            until_s = min(until_s, self.deadline_s)
+        return replace(self, deadline_s=until_s, patience_s=until_s - self.arrival_s)
