@@ -307,6 +307,14 @@ void bind_kernels(nb::module_& module) {
         .def("set_rotation", &BoundStep::set_rotation, "cosine"_a, "sine"_a, "positions"_a, "keep"_a)
         .def("run", &BoundStep::run, "tokens"_a, "starts"_a, "counts"_a, "tables"_a)
         .def("logits", &BoundStep::logits, "tokens"_a, "count"_a, "arg_max"_a)
+        .def("weight_spans",
+             [](BoundStep& self) {
+                 std::vector<std::pair<Address, std::size_t>> spans;
+                 for (const WeightSpan& span : self.step().weight_spans()) {
+                     spans.emplace_back(reinterpret_cast<Address>(span.data), span.bytes);
+                 }
+                 return spans;
+             })
         .def("take_wait_ns", [](BoundStep& self) { return self.step().take_wait_ns(); })
         .def("take_weights_ns", [](BoundStep& self) { return self.step().take_weights_ns(); })
         .def("take_attention_ns", [](BoundStep& self) { return self.step().take_attention_ns(); })

@@ -86,6 +86,31 @@ Weights Weights::part(const ModelShape& shape, const RankCut& whole, const RankC
     return result;
 }
 
+std::vector<WeightSpan> Weights::spans(const ModelShape& shape) const {
+    std::vector<WeightSpan> result;
+    const auto vector = [&](const float* data, std::size_t elements) {
+        if (data != nullptr) result.push_back({data, elements * sizeof(float)});
+    };
+    const auto panels = [&](const Panels& matrix, WeightType type) {
+        result.push_back({matrix.data, matrix.count * panel_bytes(matrix.columns, shape.dtype, type)});
+        vector(matrix.bias, matrix.count * panel_rows);
+    };
+    const std::size_t vocabulary = (shape.vocab + panel_rows - 1) / panel_rows;
+    panels({embed, vocabulary, shape.hidden, nullptr}, WeightType::plain);
+    for (const LayerWeights& layer : layers) {
+        vector(layer.attn_norm, shape.hidden);
+        vector(layer.q_norm, shape.head_dim);
+        vector(layer.k_norm, shape.head_dim);
+        vector(layer.mlp_norm, shape.hidden);
+        for (const Panels* matrix : {&layer.qkv, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+            panels(*matrix, shape.weights);
+        }
+    }
+    vector(final_norm, shape.hidden);
+    panels(head, shape.weights);
+    return result;
+}
+
 Lane::Lane(const Common& common, const RankCut& cut, Weights weights, Place place, Meeting& meeting)
     : common_(common),
       cut_(cut),

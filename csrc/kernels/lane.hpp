@@ -34,6 +34,12 @@ struct RankCut {
     RankCut part(std::size_t index, std::size_t parts) const noexcept;
 };
 
+// Memory that a step reads weights from.
+struct WeightSpan {
+    const void* data;
+    std::size_t bytes;
+};
+
 // The weights of a cut: its panels, norms whole. `q_norm` and `k_norm` are null for models without.
 struct LayerWeights {
     const float* attn_norm;
@@ -51,6 +57,8 @@ struct Weights {
 
     // Of a part of the cut that these are the weights of.
     Weights part(const ModelShape& shape, const RankCut& whole, const RankCut& part) const;
+    // Every byte of them, each once.
+    std::vector<WeightSpan> spans(const ModelShape& shape) const;
 };
 
 // [layers][2 (K, V)][pages][page_tokens · D]
@@ -154,6 +162,7 @@ public:
     // Logits of the given tokens of the last batch, by this lane's rows of the vocabulary, and the best of each.
     void logits(const std::int64_t* tokens, std::size_t count);
     const Best& best(std::size_t row) const noexcept { return best_[row]; }
+    const Weights& weights() const noexcept { return weights_; }
     // Time since the last call of the same function.
     std::int64_t take_weights_ns() noexcept { return std::exchange(weights_ns_, 0); }
     std::int64_t take_attention_ns() noexcept { return std::exchange(attention_ns_, 0); }

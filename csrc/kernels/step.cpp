@@ -37,6 +37,15 @@ Step::Step(const ModelShape& shape, const RankCut& cut, const Weights& weights, 
     }
 }
 
+std::vector<WeightSpan> Step::weight_spans() const {
+    std::vector<WeightSpan> result;
+    for (const Lane& lane : lanes_) {
+        const std::vector<WeightSpan> spans = lane.weights().spans(common_.shape);
+        result.insert(result.end(), spans.begin(), spans.end());
+    }
+    return result;
+}
+
 void Step::set_rotation(const float* cosine, const float* sine, std::size_t positions) noexcept {
     common_.cosine = cosine;
     common_.sine = sine;

@@ -45,6 +45,9 @@ public:
     // reads and the next call.
     void logits(const std::int64_t* tokens, std::size_t count, std::int64_t* arg_max);
 
+    // The memory that its threads read weights from; what several of them read stands there several times.
+    std::vector<WeightSpan> weight_spans() const;
+
     const float* logits_data() const noexcept { return common_.logits(); }
     // int64 [rows] that the step leaves alone: for the tokens that the ranks sample from the logits.
     const std::byte* tokens_data() const noexcept { return common_.shared + common_.exchange.tokens.offset; }

@@ -21,7 +21,15 @@ from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
 from dynamictp.bench.result import Result
 from dynamictp.bench.rival import Rival
 from dynamictp.bench.schedule import Request, together
-from dynamictp.bench.stats import GapVerdict, Quantiles, judge_gaps, longest_gap, quantiles, summarise
+from dynamictp.bench.stats import (
+    GapVerdict,
+    Quantiles,
+    judge_gaps,
+    longest_gap,
+    quantiles,
+    steady_tokens_per_s,
+    summarise,
+)
 from dynamictp.bench.switching import play_switches
 from dynamictp.bench.workload import arrivals
 from dynamictp.clock import SystemClock
@@ -64,8 +72,8 @@ class DecodePoint:
     """`streams` at once, 64 tokens in and 64 out; medians over rounds.
 
     `tokens_per_s` counts output tokens from the first request sent to the last token, prefill
-    included; `tpot_ms` is after each stream's first token. `layout` is `other` for another server. `split` is
-    over all rounds; `engine_us` at the end of them.
+    included; `steady_tokens_per_s` while all streams decode; `tpot_ms` is after each stream's first token.
+    `layout` is `other` for another server. `split` is over all rounds; `engine_us` at the end of them.
     """
 
     layout: str
@@ -75,6 +83,7 @@ class DecodePoint:
     tokens_per_s: float
     split: DecodeSplit | None = None
     engine_us: float | None = None
+    steady_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +160,13 @@ class Session:
         """TPOT and throughput of every layout, the layouts taking turns within a round."""
         before = run_lowered(lambda: settled_metrics(self._url))
         seen: dict[str, list[tuple[float, float]]] = {name: [] for name in self._turns}
+        steady: dict[str, list[float]] = {name: [] for name in self._turns}
         for _ in range(rounds):
             for name in self._turns:
-                summary = summarise(self._take_turn(name, PROMPT_TOKENS, streams, OUTPUT_TOKENS))
+                results = self._take_turn(name, PROMPT_TOKENS, streams, OUTPUT_TOKENS)
+                summary = summarise(results)
+                rate = steady_tokens_per_s(results)
+                steady[name] += [] if rate is None else [rate]
                 if summary.tpot is None:
                     raise FatalError("no stream had two tokens; is ignore_eos supported?")
                 seen[name].append((summary.tpot.p50 * 1e3, summary.tokens_per_s))
@@ -163,7 +176,8 @@ class Session:
             tpot_ms, tokens_per_s = (float(v) for v in np.median(values, axis=0))
             split = decode_split(before, after, DEGREES[name]) if name != OTHER else None
             engine = engine_us(after) if name != OTHER else None
-            points.append(DecodePoint(name, streams, rounds, tpot_ms, tokens_per_s, split, engine))
+            decoding = float(np.median(steady[name])) if steady[name] else None
+            points.append(DecodePoint(name, streams, rounds, tpot_ms, tokens_per_s, split, engine, decoding))
         return points
 
     def prefill(self, rounds: int) -> list[PrefillPoint]:

@@ -216,7 +216,7 @@ def _measure(options: Options, console: Console) -> Play:
             with interrupts_deferred():
                 server = ServerProcess(
                     serve_command(LAYOUTS[0]),
-                    on_line=lambda line: console.print(Text(f"  {line}", style="dim")),
+                    on_line=lambda line: console.print(Text(f"  {line}", style="dim"), soft_wrap=True),
                 )
             url = server.wait_ready()
             console.print(f"ready after {server.start_to_ready_s:.1f} s")

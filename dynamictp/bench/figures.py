@@ -72,7 +72,7 @@ def with_server(options: Options, console: Console, use: Callable[[ServerProcess
         with interrupts_deferred():
             server = ServerProcess(
                 [*serve_command("tp1", model=_MODEL), *options.serve_flags],
-                on_line=lambda line: console.print(Text(f"  {line}", style="dim")),
+                on_line=lambda line: console.print(Text(f"  {line}", style="dim"), soft_wrap=True),
             )
         use(server, server.wait_ready())
     finally:

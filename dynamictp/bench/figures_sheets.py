@@ -77,12 +77,17 @@ def _decode(blocks: Sequence[Block[list[DecodePoint]]]) -> Sheet:
         base = block.figures[0].tokens_per_s
         for point in block.figures:
             against = f"{point.tokens_per_s / base:.2f}×"
+            steady = "-" if point.steady_tokens_per_s is None else f"{point.steady_tokens_per_s:.0f}"
             rows.append(
                 (str(point.streams), point.layout, f"{point.tpot_ms:.1f}", f"{point.tokens_per_s:.0f}",
-                 against, states(block))
+                 against, steady, states(block))
             )  # fmt: skip
-    columns = ("streams", "layout", "TPOT ms", "tokens/s", "against tp1", "memory before/after")
-    return Sheet(f"Decode, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out", columns, tuple(rows))
+    columns = ("streams", "layout", "TPOT ms", "tokens/s", "against tp1", "decoding", "memory before/after")
+    note = (
+        "tokens/s: output tokens from the first request sent to the last token, prefill included; decoding:"
+        " output tokens per second while all streams decode, which compares with the kernels by themselves."
+    )
+    return Sheet(f"Decode, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out", columns, tuple(rows), (note,))
 
 
 def _roofline(blocks: Sequence[Block[list[DecodePoint]]], read: DecodeBytes) -> Iterator[Sheet]:

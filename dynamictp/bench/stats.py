@@ -96,6 +96,25 @@ def summarise(results: Sequence[Result]) -> Summary:
     )
 
 
+def steady_tokens_per_s(results: Sequence[Result]) -> float | None:
+    """Output tokens per second while every stream decodes: from the latest first token to the earliest last
+    one. Without prefill, so it compares with batch ÷ step time. None when the streams never ran together.
+    """
+    if not results or not all(len(result.chunk_s) > 1 for result in results):
+        return None
+    began_s = max(result.chunk_s[0] for result in results)
+    ended_s = min(result.chunk_s[-1] for result in results)
+    if ended_s <= began_s:
+        return None
+    tokens = sum(
+        tokens
+        for result in results
+        for at_s, tokens in zip(result.chunk_s, result.chunk_tokens, strict=True)
+        if began_s < at_s <= ended_s
+    )
+    return tokens / (ended_s - began_s)
+
+
 def longest_gap(results: Iterable[Result]) -> float | None:
     """The longest time any stream stood still between two of its chunks, failed streams included."""
     return max((gap for result in results for gap in result.chunk_gaps_s), default=None)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynamictp.errors import DynamicTPError, LayoutRefused
+from dynamictp.layout import Layout, LayoutSpec, parse_layout
 
 WAIT_S = 75.0
 """The server answers within 60 s; the rest is for the way."""
@@ -31,10 +32,10 @@ def show(url: str) -> None:
     if not state["domains"]:
         console.print("the server is still loading its model")
         return
+    observed, target = state["observed"], state["target"]
+    pending = "" if _spec(target) == _spec(observed) else f" (target {target})"
     console.print(
-        f"mode {state['mode']}  target {state['target']}  observed {state['observed']}"
-        f"  waiting {state['waiting']}",
-        highlight=False,
+        f"mode {state['mode']}  layout {observed}{pending}  waiting {state['waiting']}", highlight=False
     )
     domains = Table("domain", "shape", "devices", "state", "running", "KV pages", box=None)
     for domain in state["domains"]:
@@ -85,6 +86,12 @@ def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None) -
 def auto(url: str) -> None:
     """Give the layout back to the planner (in dynamic mode)."""
     _call("PUT", url, {"layout": "auto"})
+
+
+def _spec(text: str) -> LayoutSpec:
+    """The shapes of a layout: a target may name devices, the observed layout does not."""
+    layout = parse_layout(text)
+    return layout.spec if isinstance(layout, Layout) else layout
 
 
 def _call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from time import perf_counter
+from time import thread_time
 
 from dynamictp.clock import Clock
 from dynamictp.engine.admission import Admission
@@ -168,7 +168,7 @@ class EngineCore:
 
     def turn(self) -> None:
         """Do whatever can be done now."""
-        began = perf_counter()
+        began = thread_time()
         now = self._clock.now()
         self.book.expire(now)
         if now >= self._next_look_s:
@@ -190,7 +190,7 @@ class EngineCore:
             self.to_server.append(self.snapshot())
         if self._stop_at is not None:
             self.finished = not self.book.live or now >= self._stop_at
-        self._cost.turn_took(perf_counter() - began)
+        self._cost.turn_took(thread_time() - began)
 
     def next_deadline(self) -> float:
         """When the next turn is due though no message came."""
@@ -270,7 +270,7 @@ class EngineCore:
             self._fail(domain, reason, worker_lost=True)
 
     def _on_result(self, result: StepResult) -> None:
-        began = perf_counter()
+        began = thread_time()
         domain = self.fleet.domains.get(result.epoch)
         if domain is None or domain.state not in {"serving", "draining"}:
             return
@@ -286,7 +286,7 @@ class EngineCore:
         domain.busy = bool(domain.in_flight)
         if record.alone:
             self._times.measured(domain.tp, record.decode_rows, record.prefill_tokens, result.seconds * 1e3)
-        self._cost.step_took(perf_counter() - began)
+        self._cost.step_took(thread_time() - began)
 
     def _preempt(self, request: Request) -> None:
         self.book.detach(request, Detach.PREEMPT)

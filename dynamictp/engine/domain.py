@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from dynamictp.engine.pages import Block
 from dynamictp.engine.request import Request
 from dynamictp.layout import PlacedShape
@@ -24,8 +26,7 @@ _NEXT: dict[State, frozenset[State]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(msgspec.Struct, frozen=True):
     """A request's part of a step in flight."""
 
     request: Request

@@ -37,7 +37,7 @@ class _Draft:
         """Plan `count` tokens of a request whose blocks are reserved."""
         start, end = request.planned, request.planned + count
         sample = end == request.length < request.limit
-        logprobs = request.wants_prompt_logprobs and start + 1 < request.prompt_len
+        logprobs = start + 1 < request.prompt_len and request.wants_prompt_logprobs
         new_blocks: Pages = ()
         if request.sent_blocks < 0:
             self.new.append(_new_row(request))
@@ -104,10 +104,11 @@ class Scheduler:
         draft = _Draft()
         prefilling: list[Request] = []
         for request in requests:
-            left = request.length - request.planned
+            length = request.length
+            left = length - request.planned
             if left > 1:
                 prefilling.append(request)
-            elif left == 1 and (request.length < request.limit or not request.pending):
+            elif left == 1 and (length < request.limit or not request.pending):
                 if len(draft.rows) == limits.max_batched_tokens:
                     break
                 if self._reserve(domain, request, request.planned + 1):
@@ -154,13 +155,14 @@ class Scheduler:
     def _reserve(self, domain: Domain, request: Request, tokens: int) -> bool:
         """Have blocks for that many tokens of the request. False when it has to wait for them, or was
         preempted itself in this plan's making."""
+        if request.domain is not domain or request.detach is not None:
+            return False
         needed = -(-tokens // self._limits.page_tokens)
-        if needed > len(request.blocks):
-            if request.domain is not domain or request.detach is not None:
+        if needed <= len(request.blocks):
+            return True
+        while needed > len(request.blocks):
+            if not self._add_block(domain, request):
                 return False
-            while needed > len(request.blocks):
-                if not self._add_block(domain, request):
-                    return False
         return request.domain is domain and request.detach is None
 
     def _add_block(self, domain: Domain, request: Request) -> bool:

@@ -16,7 +16,10 @@ Phase = Literal["decode", "prefill"]
 
 
 class StepCost:
-    """Engine time per step: handling the results plus the turn that follows, over the results of the turn."""
+    """Engine time per step: handling the results plus the turn that follows, over the results of the turn.
+
+    Processor time: on a machine that is full the engine waits for its core, and that is no work of its own.
+    """
 
     def __init__(self) -> None:
         self._recent_us: deque[float] = deque(maxlen=128)

@@ -106,11 +106,11 @@ class NativeForward:
         needed = native_exchange_bytes(facts, index.dtype, **limits, world=exchange.world)
         if payload.nbytes < needed:
             raise ValueError(f"the exchange payload has {payload.nbytes} bytes, {needed} are needed")
-        base = _address(model.weights)
+        self._weights = model.weights
         self._rotation, self._positions = model.rotation, 0
         self._step = native.require().Step(
             _shape(facts, index.dtype, index.weights),
-            {name: base + entry.offset for name, entry in index.entries.items()},
+            weight_addresses(model),
             qkv=_units(ranges.qkv, facts.head_dim),
             hidden=_units(ranges.hidden, PANEL_ROWS),
             mlp=_units(ranges.mlp, PANEL_ROWS),
@@ -167,6 +167,16 @@ class NativeForward:
         self._step.logits(_address(wanted), len(wanted), _address(best))
         return self._logits[: len(wanted)], best
 
+    @property
+    def weight_bytes_copied(self) -> int:
+        """Bytes of the weights this rank reads that do not lie in the model's mapping, as the native step has
+        them: 0 unless something copied them.
+        """
+        start = _address(self._weights)
+        stop = start + self._weights.nbytes
+        spans: set[tuple[int, int]] = set(self._step.weight_spans())
+        return sum(size for address, size in spans if not start <= address <= address + size <= stop)
+
     def take_split(self) -> StepSplit:
         """Where the time went since the last call."""
         step = self._step
@@ -177,6 +187,12 @@ class NativeForward:
         cosine, sine = self._rotation.tables(positions)
         self._positions = len(cosine)
         self._step.set_rotation(_address(cosine), _address(sine), len(cosine), (cosine, sine))
+
+
+def weight_addresses(model: NativeModel) -> dict[str, int]:
+    """Where each weight begins, by its canonical name."""
+    base = _address(model.weights)
+    return {name: base + entry.offset for name, entry in model.index.entries.items()}
 
 
 def open_team(threads: int, cores: Sequence[int] = (), *, spin: int = 0) -> Any:

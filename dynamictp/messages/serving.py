@@ -177,7 +177,7 @@ class Snapshot(Message, frozen=True):
     preemptions: int = 0
     max_model_len: int = 0
     step_engine_us: float = 0.0
-    """Median engine time per step over the last steps, in microseconds."""
+    """Median processor time of the engine per step over the last steps, in microseconds."""
     steps: tuple[StepTotals, ...] = ()
     rows_total: int = 0
     """Requests as large as those now running that can run at once: bounded by rows and by pages."""

@@ -146,7 +146,8 @@ class _Launch:
             either: tuple[asyncio.Future[Any], ...] = (drain, stop.end, supervisor.failed)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if drain.done() and not stop.end.done():
-                say(f"draining: {service.client.live} requests may take {self._config.drain_s:g} s more")
+                if live := service.client.live:
+                    say(f"draining: {live} request(s) may take {self._config.drain_s:g} s more")
                 service.client.close_admission("the server is shutting down")
                 await _first(self._drained(service), stop.end, supervisor.failed)
                 stop.finish(0)

@@ -130,6 +130,8 @@ class GateReport:
     """Streams that were served at more than one degree."""
     commit_ms: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What else the reader of a report should know."""
 
     def add(self, number: int, reference: Stream, stream: Stream, cancelled: bool) -> None:
         self.streams += 1
@@ -152,4 +154,5 @@ class GateReport:
             f"handovers {self.handovers}, recomputes {self.recomputes}, "
             f"streams over several degrees {self.crossed}, commit ms median {middle} longest {worst}",
             f"faults {len(self.faults)}" + "".join(f"\n  {fault}" for fault in self.faults[:20]),
+            *self.notes,
         )

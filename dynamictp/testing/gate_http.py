@@ -215,12 +215,23 @@ async def run_gate(
         async with _Disturbed(server.url, requests, references, report) as disturbed:
             # What is made once (compiled kernels, tables, buffers) is there after the first layouts.
             await disturbed.run(min(WARM_SWITCHES, switches // 3), mean_gap_s, most_live, progress)
-            await wait_quiet(server.url)
+            await come_to_rest(server.url)
             before = await server.footprint_at_rest()
             await disturbed.run(switches, mean_gap_s, most_live, progress)
-            await wait_quiet(server.url)
+            await come_to_rest(server.url)
             report.faults.extend(await server.lasting_leaks(before))
+            report.notes.extend(server.growth(before))
+            if report.faults:
+                report.notes.extend(f"server: {line}" for line in list(server.lines)[-50:])
     return replace(report)
+
+
+async def come_to_rest(url: str) -> None:
+    """Layout `tp1`, then quiet: an open domain has buffers, so only equal layouts have equal memory."""
+    async with client_of(url) as client:
+        response = await client.put("/admin/layout", json={"layout": "tp1@0", "wait": "closed"})
+        response.raise_for_status()
+    await wait_quiet(url)
 
 
 async def wait_quiet(url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Self
@@ -23,10 +24,12 @@ REST_POLL_S = 1.0
 REST_POLLS = 10
 
 Footprint = dict[int, dict[str, int]]
-"""By process id: anonymous memory in bytes, descriptors, threads, and mappings of shared memory and files.
+"""By process id: anonymous memory in bytes, descriptors, threads, and the mappings of each file (code, shared
+memory), under the name `mappings of FILE`.
 
-The number of anonymous mappings is no measure: allocators split and join them. Their memory is counted.
+`anonymous_mappings` is reported and not judged: allocators split and join them. Their memory is judged.
 """
+_UNJUDGED = "anonymous_mappings"
 
 
 class ServerProcess(server.ServerProcess):
@@ -100,10 +103,31 @@ class ServerProcess(server.ServerProcess):
                 continue
             for name, value in after[pid].items():
                 allowed = ANONYMOUS_LIMIT_BYTES if name == "anonymous_bytes" else 0
+                if name == _UNJUDGED:
+                    continue
                 worker = role == "dynamictp.worker"
-                if value - before[pid][name] > allowed and (worker or name in ("descriptors", "threads")):
-                    found.append(f"{role}: {name} went from {before[pid][name]} to {value}")
+                was = before[pid].get(name, 0)
+                if value - was > allowed and (worker or name in ("descriptors", "threads")):
+                    found.append(f"{role}: {name} went from {was} to {value}")
         return found
+
+    def growth(self, before: Footprint) -> list[str]:
+        """What the workers held at `before` and hold now, a line each, for a report."""
+        after, lines = self.footprint(), []
+        for pid, command in self.children().items():
+            if "dynamictp.worker" in command and pid in before and pid in after:
+                was, now = before[pid], after[pid]
+                lines.append(
+                    f"worker {pid}: anonymous memory {was['anonymous_bytes'] / 1e6:.1f} to "
+                    f"{now['anonymous_bytes'] / 1e6:.1f} MB in {was[_UNJUDGED]} to {now[_UNJUDGED]} "
+                    f"mappings, of files {_files(was)} to {_files(now)}, descriptors {was['descriptors']} to "
+                    f"{now['descriptors']}, threads {was['threads']} to {now['threads']}"
+                )
+        return lines
+
+
+def _files(footprint: dict[str, int]) -> int:
+    return sum(count for name, count in footprint.items() if name.startswith("mappings of "))
 
 
 def footprint_of(pid: int) -> dict[str, int]:
@@ -115,10 +139,12 @@ def footprint_of(pid: int) -> dict[str, int]:
             status[name] = value.strip()
     with open(f"/proc/{pid}/maps", encoding="utf-8") as lines:
         # address, permissions, offset, device, inode, path: anonymous ones have inode 0
-        mappings = sum(line.split(maxsplit=5)[4] != "0" for line in lines)
+        fields = [line.rstrip("\n").split(maxsplit=5) for line in lines]
+    files = Counter(f"mappings of {field[5]}" for field in fields if field[4] != "0")
     return {
         "anonymous_bytes": int(status["RssAnon"].split()[0]) << 10,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(status["Threads"]),
-        "mappings": mappings,
+        _UNJUDGED: len(fields) - files.total(),
+        **files,
     }

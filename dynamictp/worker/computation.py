@@ -19,7 +19,7 @@ from dynamictp.model.exchange import Exchange
 from dynamictp.model.forward import Forward
 from dynamictp.model.pages import KVArena
 from dynamictp.model.rope import RopeTable
-from dynamictp.model.views import ModelViews, head_units
+from dynamictp.model.views import ModelViews, copied_bytes, head_units
 from dynamictp.ranges import shard_ranges
 from dynamictp.worker.comm.base import Communicator
 from dynamictp.worker.comm.shm import ShmCommunicator
@@ -37,6 +37,10 @@ class Computation(Protocol):
     @property
     def tokens(self) -> NDArray[np.int64]:
         """[max_rows], shared by the ranks: for the tokens they sample, between barriers of the caller."""
+
+    @property
+    def weight_bytes_copied(self) -> int:
+        """Bytes of the weights it reads that do not lie in the worker's weight mapping."""
 
     def run(self, tokens: NDArray[np.int64], spans: Sequence[Span], tables: Tables) -> None:
         """Compute the tokens of all spans and write their pages; after it every rank is done with the pages.
@@ -64,9 +68,12 @@ class TorchComputation:
         views: ModelViews,
         exchange: Exchange,
         *,
+        weights: torch.Tensor,
         arena: KVArena,
         rope: RopeTable,
     ) -> None:
+        """`weights` is the mapping that all views should lie in."""
+        self.weight_bytes_copied = copied_bytes(views, weights)
         self._facts, self._arena = facts, arena
         self._rank, self._world = opened.rank, opened.tp
         self._heads = head_units(facts, shard_ranges(facts, opened.tp, opened.rank).qkv)
@@ -119,6 +126,7 @@ class NativeComputation:
         self._check: Callable[[], None] | None = comm.barrier if opened.tp == 1 else None
         self.max_rows = max_rows
         self.tokens = self._forward.tokens
+        self.weight_bytes_copied = self._forward.weight_bytes_copied
 
     def run(self, tokens: NDArray[np.int64], spans: Sequence[Span], tables: Tables) -> None:
         if self._check is not None:

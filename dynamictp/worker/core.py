@@ -25,7 +25,7 @@ from dynamictp.messages import (
 from dynamictp.model.exchange import open_exchange
 from dynamictp.model.pages import KVArena
 from dynamictp.model.rope import RopeTable
-from dynamictp.model.views import ModelViews, build_views, copied_bytes
+from dynamictp.model.views import ModelViews, build_views
 from dynamictp.ranges import ShardRanges, shard_ranges
 from dynamictp.worker.comm.base import Communicator
 from dynamictp.worker.comm.control import ControlBlock, WorkerState
@@ -145,7 +145,7 @@ class WorkerCore:
                 opened.rank,
                 views_ms=(viewed - began) * 1e3,
                 communicator_ms=(self._clock.now() - viewed) * 1e3,
-                weight_bytes_copied=0 if views is None else copied_bytes(views, self._device.weights),
+                weight_bytes_copied=domain.weight_bytes_copied,
             )
         ]
 
@@ -201,7 +201,9 @@ class WorkerCore:
             barrier=barrier,
             on_layer=on_layer,
         )
-        return TorchComputation(start.facts, opened, views, exchange, arena=device.arena, rope=device.rope)
+        return TorchComputation(
+            start.facts, opened, views, exchange, weights=device.weights, arena=device.arena, rope=device.rope
+        )
 
     def _open_native(self, opened: OpenDomain, comm: Communicator) -> Computation:
         assert self._native is not None

@@ -64,6 +64,11 @@ class Domain:
         self._wait_s = 0.0
         self._ended_s: float | None = None
 
+    @property
+    def weight_bytes_copied(self) -> int:
+        """Bytes of weights that the computation does not read from the worker's one mapping: 0, or a bug."""
+        return self._computation.weight_bytes_copied
+
     def prove(self) -> float:
         """The proof collective; returns ms. No warm-up: it would take a whole step from the domains that run
         on the same device, and saves the first step less.

@@ -9,6 +9,8 @@ token id. Log-probabilities are those of the raw logits.
 from __future__ import annotations
 
 import numpy as np
+import numpy.ma  # np.unique imports it when it is called first: in the middle of serving
+from numpy.random import Philox  # np.random is imported when it is used first
 from numpy.typing import NDArray
 
 from dynamictp.errors import DomainError
@@ -26,7 +28,7 @@ _CANDIDATES = 1024
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1): Philox of key `seed` at counter `position`, its upper 53 bits."""
-    generator = np.random.Philox(key=seed & _KEY_MASK, counter=position)
+    generator = Philox(key=seed & _KEY_MASK, counter=position)
     return int(generator.random_raw() >> 11) * 2.0**-53
 
 

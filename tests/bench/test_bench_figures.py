@@ -120,7 +120,7 @@ def figures() -> Figures:
     split = DecodeSplit(64, weights_ms=6.0, attention_ms=0.5, wait_ms=1.0, other_ms=0.5, host_ms=0.25)
     points = [DecodePoint("tp1", 4, 3, 10.0, 300.0), DecodePoint("tp2", 4, 3, 7.0, 450.0)]
     single = [
-        DecodePoint("tp1", 1, 3, 9.9, 100.0, split, 120.0),
+        DecodePoint("tp1", 1, 3, 9.9, 100.0, split, 120.0, 104.4),
         DecodePoint("tp2", 1, 3, 9.0, 110.0, None),
         DecodePoint("other", 1, 3, 30.0, 33.0),
     ]
@@ -167,9 +167,9 @@ def test_the_json_reads_back_and_becomes_markdown(tmp_path: Path, capsys: pytest
     lines = text.splitlines()
     table = lines.index("### Decode, 64 tokens in, 64 out")
     assert lines[table + 2 : table + 5] == [
-        "| streams | layout | TPOT ms | tokens/s | against tp1 | memory before/after |",
-        "| --- | --: | --: | --: | --: | --: |",
-        "| 1 | tp1 | 9.9 | 100 | 1.00× | A 36/36 GB/s |",
+        "| streams | layout | TPOT ms | tokens/s | against tp1 | decoding | memory before/after |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+        "| 1 | tp1 | 9.9 | 100 | 1.00× | 104 | A 36/36 GB/s |",
     ]
     file.write_text('{"machine": 3}')
     assert main(["--markdown", str(file)]) == 1

@@ -6,7 +6,14 @@ import pytest
 
 from dynamictp.bench.result import Failure, FailureKind, Result
 from dynamictp.bench.schedule import Request
-from dynamictp.bench.stats import gap_within, judge_gaps, longest_gap, quantiles, summarise
+from dynamictp.bench.stats import (
+    gap_within,
+    judge_gaps,
+    longest_gap,
+    quantiles,
+    steady_tokens_per_s,
+    summarise,
+)
 
 
 def result(
@@ -75,6 +82,15 @@ def test_summary_counts_every_token_but_only_good_latencies() -> None:
 def test_an_empty_run_has_a_summary() -> None:
     seen = summarise([])
     assert (seen.requests, seen.tokens_per_s, seen.ttft, longest_gap([])) == (0, 0.0, None, None)
+
+
+def test_the_steady_rate_counts_what_comes_while_all_streams_decode() -> None:
+    streams = [result(10.0, 11.0, 12.0, 13.0, 14.0), result(11.5, 12.0, 12.5, 13.5, tokens=(1, 1, 2, 3))]
+    # From 11.5 to 13.5: two tokens of the first, six of the second.
+    assert steady_tokens_per_s(streams) == 8 / 2
+    assert steady_tokens_per_s([result(10.0, 11.0), result(11.0, 12.0)]) is None
+    assert steady_tokens_per_s([result(10.0), result(9.0, 12.0)]) is None
+    assert steady_tokens_per_s([]) is None
 
 
 def test_gaps_within_a_span_are_those_that_touch_it() -> None:

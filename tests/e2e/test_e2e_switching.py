@@ -87,7 +87,7 @@ def test_show_prints_domains_and_devices(api: Api) -> None:
     shown = run_cli("layout", "show", "--url", api.url)
     assert shown.returncode == 0, shown.stderr
     assert "mode static" in shown.stdout
-    assert "observed tp1+tp1" in shown.stdout
+    assert "layout tp1+tp1" in shown.stdout
     state = api.layout()
     assert [domain["state"] for domain in state["domains"]] == ["serving", "serving"]
     for device in state["devices"]:

@@ -14,7 +14,16 @@ import pytest_asyncio
 
 from dynamictp.messages import CancelRequest, SamplingParams
 from dynamictp.testing.fake_engine import Script, ScriptedError
-from tests.server.server_stack import EOS, Stack, counting, on_port, read_events, running_stack, speaking
+from tests.server.server_stack import (
+    EOS,
+    VOCAB,
+    Stack,
+    counting,
+    on_port,
+    read_events,
+    running_stack,
+    speaking,
+)
 
 USER: Any = [{"role": "user", "content": "hi"}]
 
@@ -177,12 +186,14 @@ async def test_a_reader_that_stalls_does_not_hold_up_the_others(served: tuple[St
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     )
-    await writer.drain()
-    await until(lambda: len(stack.engine.running) == 100)
-    async with httpx.AsyncClient() as http:
-        answer = (await http.post(f"{url}/v1/completions", json={"prompt": "y", "max_tokens": 20})).json()
-        assert answer["usage"]["completion_tokens"] == 20
-    writer.close()
+    try:
+        await writer.drain()
+        await until(lambda: len(stack.engine.running) == 100)
+        async with httpx.AsyncClient() as http:
+            answer = (await http.post(f"{url}/v1/completions", json={"prompt": "y", "max_tokens": 20})).json()
+            assert answer["usage"]["completion_tokens"] == 20
+    finally:
+        writer.close()
     await until(lambda: stack.service.client.live == 0)
     assert reader is not None
 
@@ -228,18 +239,21 @@ async def test_the_official_client_raises_on_an_error_in_mid_stream() -> None:
                 pass
 
 
-async def test_many_streams_at_once_are_each_whole(served: tuple[Stack, str]) -> None:
-    _, url = served
+async def test_many_streams_at_once_are_each_whole() -> None:
+    script = counting(VOCAB)
 
-    async def one(http: httpx.AsyncClient, seed: int) -> list[int]:
+    async def one(http: httpx.AsyncClient, url: str, seed: int) -> list[int]:
         body = {"prompt": "x", "max_tokens": 30, "seed": seed, "return_token_ids": True, "ignore_eos": True}
         _, events = await read_events(http, f"{url}/v1/completions", body)
         return [t for event in events[:-1] for t in event["choices"][0].get("token_ids", ())]
 
     limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(limits=limits) as http:
-        streams = await asyncio.gather(*(one(http, seed) for seed in range(32)))
-    script = counting(260)
+    async with (
+        running_stack(script) as stack,
+        on_port(stack) as url,
+        httpx.AsyncClient(limits=limits) as http,
+    ):
+        streams = await asyncio.gather(*(one(http, url, seed) for seed in range(32)))
     for seed, tokens in enumerate(streams):
         assert tokens == [script([120], SamplingParams(seed, 30), position) for position in range(30)]
     assert EOS in {token for tokens in streams for token in tokens}

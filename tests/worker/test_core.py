@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from dynamictp import native
 from dynamictp.errors import DomainError, ModelRefused, ProtocolError
+from dynamictp.facts import WeightType
+from dynamictp.kernels import native as kernels
 from dynamictp.messages import (
     CloseDomain,
     CommHandle,
@@ -67,6 +70,40 @@ def test_a_deliberate_copy_is_caught(node: LockstepNode, monkeypatch: pytest.Mon
     (opened,) = node.open(1).opened
     assert isinstance(opened, DomainOpened)
     assert opened.weight_bytes_copied == 288 * 144 * 4
+
+
+@pytest.mark.skipif(native.load() is None, reason="no native extension")
+@pytest.mark.parametrize(("quantised", "threads"), [("", 1), ("", 2), ("int8", 1)])
+def test_no_degree_copies_packed_weights(quantised: WeightType, threads: int) -> None:
+    with LockstepNode(
+        devices=5, dtype="bf16", kernel_level="portable", quantised=quantised, threads=threads
+    ) as node:
+        for tp in (1, 2, 3, 5):
+            opened = node.open(tp).opened
+            assert [answer.weight_bytes_copied for answer in opened] == [0] * tp  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(native.load() is None, reason="no native extension")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_deliberate_copy_of_packed_weights_is_caught(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+
+    def copying(model: kernels.NativeModel) -> dict[str, int]:
+        found = addresses(model)
+        entry = model.index.entries["layers.1.gate"]
+        copies.append(model.weights[entry.offset : entry.offset + 288 * 144 * 2].copy())
+        return found | {"layers.1.gate": copies[-1].ctypes.data}
+
+    addresses = kernels.weight_addresses
+    monkeypatch.setattr(kernels, "weight_addresses", copying)
+    with LockstepNode(devices=2, dtype="bf16", kernel_level="portable", threads=threads) as node:
+        (opened,) = node.open(1).opened
+        assert isinstance(opened, DomainOpened)
+        assert opened.weight_bytes_copied == 288 * 144 * 2
+        # Of two ranks each reads its half.
+        halves = [answer.weight_bytes_copied for answer in node.open(2).opened]  # type: ignore[union-attr]
+        assert sum(halves) == 288 * 144 * 2
+        assert all(halves)
 
 
 def test_the_ranks_cover_every_row_once(node: LockstepNode) -> None:
