@@ -69,7 +69,7 @@ class EngineCore:
         self._cap = DYNAMIC_CAP if start.mode == "dynamic" else 1.0
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._admission = Admission(self.pool, arena.page_tokens, start.max_batched_tokens, self._live)
-        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover)
+        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover, clock)
         self._times = StepTimes()
         self._turns = Turns()
         self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
@@ -213,6 +213,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             step_engine_us=self._cost.median_us,
             steps=self._ledger.totals,
+            times=self._times,
         )
 
     @property

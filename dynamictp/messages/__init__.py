@@ -44,6 +44,7 @@ from dynamictp.messages.values import (
     unpack_tokens,
 )
 from dynamictp.messages.work import (
+    NO_TOKEN,
     CloseDomain,
     CommHandle,
     DomainBroken,
@@ -62,6 +63,7 @@ from dynamictp.messages.work import (
 )
 
 __all__ = [
+    "NO_TOKEN",
     "PROTOCOL_VERSION",
     "ArenaFacts",
     "Body",

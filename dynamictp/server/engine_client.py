@@ -16,7 +16,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from dynamictp.clock import Clock
-from dynamictp.errors import CapacityError
+from dynamictp.errors import CapacityError, DynamicTPError
 from dynamictp.messages import (
     Body,
     CancelRequest,
@@ -57,8 +57,13 @@ class Ended:
     status: int = 500
 
 
+class SinkFull(DynamicTPError):
+    """Nobody takes what a sink keeps: its request is to end."""
+
+
 class Sink(Protocol):
-    """Receives one request's output, in order, in the event loop's thread. Must not block or raise."""
+    """Receives one request's output, in order, in the event loop's thread. Must not block, nor raise anything
+    but `SinkFull`."""
 
     def on_token(self, event: TokenEvent) -> bool:
         """True when the request needs no further token: it is then cancelled in the engine."""
@@ -102,14 +107,14 @@ class EngineClient:
         clock: Clock,
         metrics: Metrics,
         *,
-        admission: AdmissionControl,
+        admission: AdmissionControl | None = None,
         on_switch: Callable[[SwitchStatus], None],
         on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
     ) -> None:
         """`admission` is told what waits and how fast it moves, and asked who is taken."""
         self._clock = clock
         self._metrics = metrics
-        self._admission = admission
+        self._admission = admission or AdmissionControl(clock)
         self._on_switch = on_switch
         self._on_worker_lost = on_worker_lost
         self._live: dict[str, LiveRequest] = {}
@@ -379,12 +384,17 @@ class EngineClient:
         """One request's failing must not reach the others: it ends alone, with a 500."""
         try:
             return bool(call(message))
+        except SinkFull as error:
+            self._give_up(live, Ended("error", message=str(error), status=408))
         except Exception:
             log.exception("request %s: its output could not be handled", live.request_id)
-            if self._remove(live.request_id) is not None:
-                self.send(CancelRequest(live.request_id, live.attempt))
-                live.sink.on_end(Ended("error", message="internal error while producing the output"))
-            return False
+            self._give_up(live, Ended("error", message="internal error while producing the output"))
+        return False
+
+    def _give_up(self, live: LiveRequest, ended: Ended) -> None:
+        if self._remove(live.request_id) is not None:
+            self.send(CancelRequest(live.request_id, live.attempt))
+            live.sink.on_end(ended)
 
 
 def merge_served(past: ServedBy | None, served: ServedBy | None) -> ServedBy | None:

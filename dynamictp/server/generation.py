@@ -16,6 +16,10 @@ from dynamictp.server.schema import PromptTokensDetails, Served, ServedChoice, U
 from dynamictp.server.sender import Sender
 
 SEEDS = 1 << 63
+MAX_UNREAD = 2048
+"""Tokens of a stream that may wait for its client. The kernel's buffers hold several times as many."""
+LEAST_UNREAD = 256
+"""More than what can come before a healthy stream gets its turn in the event loop."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Generation:
                 prompt.rules,
                 wake=self._changed.set,
                 wake_on_token=job.stream,
+                max_unread=_max_unread(job, prompt) if job.stream else None,
             )
             for p, prompt in enumerate(job.prompts)
             for i in range(job.n)
@@ -153,6 +158,12 @@ class Generation:
                     (b"x-dynamictp-tp", str(choice.served.tp).encode()),
                 ]
         return []
+
+
+def _max_unread(job: Job, prompt: PromptTokens) -> int:
+    """Tokens of one choice that may wait for a client that does not read; less when each of them is large."""
+    size = 1 + (prompt.sampling.logprobs or 0)
+    return max(LEAST_UNREAD, MAX_UNREAD // (size * len(job.prompts) * job.n))
 
 
 def served_choice(choice: Choice) -> ServedChoice | None:

@@ -11,10 +11,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from dynamictp.errors import ResourceError
+from dynamictp.server.connection import GuardedConnection
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 30
 DRAIN_S = 5
+HEAD_LIMIT_BYTES = 32 << 10
+"""Request line and headers together."""
 
 
 class _Server(uvicorn.Server):
@@ -46,6 +49,8 @@ class ServerRunner:
             log_config=None,
             lifespan="off",
             ws="none",
+            http=GuardedConnection,
+            h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,
             server_header=False,

@@ -170,9 +170,7 @@ async def ports(stack: Stack, config: ServeConfig) -> AsyncIterator[tuple[str, s
         await running.stop()
 
 
-async def test_an_admin_port_of_its_own_takes_the_admin_paths(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_an_admin_port_of_its_own_takes_the_admin_paths(tmp_path: Path, unused_tcp_port: int) -> None:
     (tmp_path / "admin").write_text("root\n")
     config = ServeConfig(port=0, admin_port=unused_tcp_port, admin_key_file=str(tmp_path / "admin"))
     async with running_stack() as stack, ports(stack, config) as (main, admin), httpx.AsyncClient() as http:
