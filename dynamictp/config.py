@@ -58,6 +58,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     collective_deadline_s: float = 30.0
     hang_s: float = 2.0
     crash_budget: int = 20
+    trust_remote_code: bool = False
     drain_s: float = 30.0
 
     @property
@@ -150,6 +151,11 @@ def _check(config: ServeConfig) -> None:
     for key, values in NOT_BUILT.items():
         if getattr(config, key) in values:
             raise ConfigError(f"--{key} {getattr(config, key)} is not built yet")
+    if config.trust_remote_code:
+        raise ConfigError(
+            "--trust-remote-code: this server never runs code that comes with a model; "
+            "models of the families it knows need none"
+        )
     for key, (low, high) in _LIMITS.items():
         if not low <= getattr(config, key) <= high:
             flag = key.replace("_", "-")

@@ -39,6 +39,7 @@ def test_flag_over_file_over_default(tmp_path: Path) -> None:
         ("admin_port: 8000", "both 8000"),
         ("{admin_port: 9000, admin_host: 0.0.0.0}", "admin-key-file"),
         ("max_waiting: 0", "max-waiting"),
+        ("trust_remote_code: true", "never runs code"),
         ("request_timeout_s: -1", "request-timeout-s"),
         ("model: ''", "model"),
     ],

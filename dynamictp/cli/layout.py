@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -15,7 +16,23 @@ from dynamictp.layout import Layout, LayoutSpec, parse_layout
 WAIT_S = 75.0
 """The server answers within 60 s; the rest is for the way."""
 
-_url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="address of the server")
+_URL = click.option(
+    "--url",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="address of the admin interface",
+)
+_KEY = click.option(
+    "--admin-key",
+    "key",
+    envvar="DYNAMICTP_ADMIN_KEY",
+    help="key of the admin interface; better in DYNAMICTP_ADMIN_KEY",
+)
+
+
+def _server(command: Callable[..., None]) -> Callable[..., None]:
+    """The flags that say where the server is and who asks."""
+    return _URL(_KEY(command))
 
 
 @click.group()
@@ -24,10 +41,10 @@ def layout() -> None:
 
 
 @layout.command()
-@_url
-def show(url: str) -> None:
+@_server
+def show(url: str, key: str | None) -> None:
     """Print domains and devices as they are now."""
-    state = _call("GET", url)
+    state = _call("GET", url, key)
     console = Console()
     if not state["domains"]:
         console.print("the server is still loading its model")
@@ -60,17 +77,17 @@ def show(url: str) -> None:
 
 @layout.command("set")
 @click.argument("text", metavar="LAYOUT")
-@_url
+@_server
 @click.option("--wait", type=click.Choice(["none", "commit", "closed"]), default="closed", show_default=True)
 @click.option(
     "--drain-deadline-s", type=float, help="how long old requests may stay before they are handed over"
 )
-def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None) -> None:
+def set_layout(text: str, url: str, key: str | None, wait: str, drain_deadline_s: float | None) -> None:
     """Switch to LAYOUT, such as tp2 or tp1+tp1, with all requests running on."""
     body: dict[str, Any] = {"layout": text, "wait": wait}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
-    switch = _call("PUT", url, body)["switch"]
+    switch = _call("PUT", url, key, body)["switch"]
     phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in switch.get("phases_ms", {}).items())
     click.echo(f"{switch['from']} -> {switch['to']}: {switch.get('outcome') or 'started'}")
     if phases:
@@ -82,10 +99,10 @@ def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None) -
 
 
 @layout.command()
-@_url
-def auto(url: str) -> None:
+@_server
+def auto(url: str, key: str | None) -> None:
     """Give the layout back to the planner (in dynamic mode)."""
-    _call("PUT", url, {"layout": "auto"})
+    _call("PUT", url, key, {"layout": "auto"})
 
 
 def _spec(text: str) -> LayoutSpec:
@@ -94,9 +111,11 @@ def _spec(text: str) -> LayoutSpec:
     return layout.spec if isinstance(layout, Layout) else layout
 
 
-def _call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _call(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    address = f"{url.rstrip('/')}/admin/layout"
     try:
-        response = httpx.request(method, f"{url.rstrip('/')}/admin/layout", json=body, timeout=WAIT_S)
+        response = httpx.request(method, address, json=body, headers=headers, timeout=WAIT_S)
     except httpx.HTTPError as error:
         raise DynamicTPError(
             f"no answer from {url}: {error}; is the server running, and is --url right?"

@@ -46,6 +46,7 @@ HELP = {
     "collective_deadline_s": "longest wait for a peer inside a step, in seconds",
     "hang_s": "seconds without progress after which a worker counts as hanging, unless its step is long",
     "crash_budget": "crashes of one process in ten minutes beyond which the server gives up",
+    "trust_remote_code": "refused: no code that comes with a model is ever run",
     "drain_s": "seconds that running requests may take after SIGTERM",
 }
 

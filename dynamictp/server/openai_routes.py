@@ -56,9 +56,10 @@ class OpenAIRoutes:
     async def completions(self, request: Request) -> Response:
         service, sender = self._service, self._sender(request)
         async with service.bodies.reading(request) as body:
-            self._check_room(sender)
             parsed = parse_completion(parse_object(body), service.facts.vocab, service.defaults)
             service.check_model(parsed.common.model)
+            sender = sender.asking(parsed.common.priority, parsed.common.timeout_s)
+            self._check_room(sender)
             job = await completion_job(service, parsed, sender)
         generation = Generation(service.client, service.tokenizer, job)
         renderer = CompletionRenderer(
@@ -76,9 +77,10 @@ class OpenAIRoutes:
     async def chat(self, request: Request) -> Response:
         service, sender = self._service, self._sender(request)
         async with service.bodies.reading(request) as body:
-            self._check_room(sender)
             parsed = parse_chat(parse_object(body), service.facts.vocab, service.defaults)
             service.check_model(parsed.common.model)
+            sender = sender.asking(parsed.common.priority, parsed.common.timeout_s)
+            self._check_room(sender)
             job = await chat_job(service, parsed, sender)
         generation = Generation(service.client, service.tokenizer, job)
         renderer = ChatRenderer(
@@ -113,9 +115,9 @@ class OpenAIRoutes:
         return json_response({"prompt": text})
 
     def _check_room(self, sender: Sender) -> None:
-        """Refuse what would have to wait too long, however short it is, before its body costs anything.
+        """Refuse what would have to wait too long, however short it is, before its prompt costs anything.
 
-        Before the engine is ready, a wrong request is told what is wrong.
+        Before the engine is ready, a wrong prompt is told what is wrong.
         """
         client = self._service.client
         if client.engine is not None:
@@ -127,7 +129,7 @@ class OpenAIRoutes:
         sender = Sender(service.clock.now(), identity.tenant, identity.priority)
         if service.request_timeout_s:
             sender = replace(sender, deadline_s=sender.arrival_s + service.request_timeout_s)
-        return sender.with_timeout(header_timeout_s(request.headers.get(TIMEOUT_HEADER)))
+        return sender.asking(None, header_timeout_s(request.headers.get(TIMEOUT_HEADER)))
 
     def _card(self) -> dict[str, Any]:
         service = self._service

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dynamictp.messages import SamplingParams, pack_tokens
 from dynamictp.server.choice import TextRules
@@ -140,11 +140,5 @@ def _job(
         prompts=prompts,
         n=common.n,
         stream=common.stream,
-        sender=_lowered(sender, common),
+        sender=sender,
     )
-
-
-def _lowered(sender: Sender, common: Common) -> Sender:
-    """What the body says of priority and time-out counts where it asks for less than key and header give."""
-    priority = sender.priority if common.priority is None else min(common.priority, sender.priority)
-    return replace(sender, priority=priority).with_timeout(common.timeout_s)

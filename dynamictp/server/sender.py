@@ -18,8 +18,10 @@ class Sender:
     patience_s: float | None = None
     """How long the client said that it is ready to wait."""
 
-    def with_timeout(self, timeout_s: float | None) -> Self:
-        """With a time-out that the client gave, None for none. It never puts the deadline off."""
+    def asking(self, priority: int | None, timeout_s: float | None) -> Self:
+        """With what the client asks for, None for nothing: a lower priority, an earlier deadline."""
+        if priority is not None and priority < self.priority:
+            return replace(self, priority=priority).asking(None, timeout_s)
         if timeout_s is None:
             return self
         until_s = self.arrival_s + timeout_s
