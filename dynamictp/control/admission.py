@@ -54,7 +54,7 @@ class Capacity:
     """How fast the queue moves.
 
     `rows` requests run at once, `decoding` do now and are past their first token; a request gives its row
-    back after `output_tokens` tokens, `tpot_s` each.
+    back after `output_tokens` tokens, `tpot_s` each. `bias`: how much longer waits were than predicted.
     """
 
     prefill_tokens_per_s: float
@@ -62,6 +62,7 @@ class Capacity:
     decoding: int
     output_tokens: float
     tpot_s: float
+    bias: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,14 @@ def predict_wait_s(ahead: Ahead, capacity: Capacity) -> float:
     """
     prefill_s = ahead.tokens / max(capacity.prefill_tokens_per_s, _LEAST_RATE)
     missing = ahead.requests + 1 - max(0, capacity.rows - capacity.decoding)
-    if missing <= 0:
-        return prefill_s
-    rows_s = missing * capacity.output_tokens * capacity.tpot_s / max(capacity.rows, 1)
-    return max(prefill_s, rows_s)
+    rows_s = max(0, missing) * capacity.output_tokens * capacity.tpot_s / max(capacity.rows, 1)
+    return max(prefill_s, rows_s) * capacity.bias
+
+
+def predict_ttft_s(wait_s: float, prompt_tokens: int, capacity: Capacity) -> float:
+    """Time to the first token of a prompt that begins after `wait_s`: its own prefill, a step of others."""
+    own_s = prompt_tokens / max(capacity.prefill_tokens_per_s, _LEAST_RATE) + capacity.tpot_s
+    return wait_s + own_s * capacity.bias
 
 
 def admit(ask: Ask, queue: Queue, capacity: Capacity, bounds: Bounds) -> Refusal | None:

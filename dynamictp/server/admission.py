@@ -8,7 +8,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dynamictp.clock import Clock
-from dynamictp.control.admission import Ask, Bounds, Capacity, Queue, Reason, Refusal, Share, admit
+from dynamictp.control.admission import (
+    Ask,
+    Bounds,
+    Capacity,
+    Queue,
+    Reason,
+    Refusal,
+    Share,
+    admit,
+    ahead_of,
+    predict_ttft_s,
+    predict_wait_s,
+)
 from dynamictp.errors import CapacityError
 from dynamictp.messages import Snapshot
 from dynamictp.server.sender import Sender
@@ -29,6 +41,10 @@ PRIOR_S = 1.0
 FIRST_RATE = 1000.0
 FIRST_TPOT_S = 0.05
 FIRST_OUTPUT_TOKENS = 64.0
+TELLING_S = 0.3
+"""Predictions below say nothing about the speed: latencies of every step are larger."""
+MAX_BIAS = 4.0
+_BIAS_WEIGHT = 0.1
 _TPOT_WEIGHT = 0.02
 _OUTPUT_WEIGHT = 0.1
 
@@ -63,6 +79,8 @@ class Waiting:
     sender: Sender
     tokens: int
     group: str
+    predicted_s: float | None = None
+    """Its predicted time to first token, if there was one."""
 
 
 @dataclass(slots=True)
@@ -153,19 +171,26 @@ class Pace:
         """(seconds, prompt tokens that got their first token) while prefill was saturated."""
         self._since: float | None = None
         self._tokens = 0
+        self.bias = 1.0
+        """How much longer than predicted first tokens took, where there was something to wait for."""
         self.tpot_s = FIRST_TPOT_S
         self.output_tokens = FIRST_OUTPUT_TOKENS
 
-    def first_token(self, prompt_tokens: int, waiting_tokens: int) -> None:
+    def first_token(self, waiting: Waiting, waiting_tokens: int) -> None:
         """`waiting_tokens`: prompt tokens that waited until now, these included."""
         now = self._clock.now()
+        if waiting.predicted_s is not None and waiting.predicted_s >= TELLING_S:
+            # The factor that was in the prediction is taken out again.
+            took = (now - waiting.sender.arrival_s) / waiting.predicted_s * self.bias
+            self.bias += _BIAS_WEIGHT * (took - self.bias)
+            self.bias = min(max(self.bias, 1.0), MAX_BIAS)
         if waiting_tokens < SATURATED_TOKENS:
             self._since = None
             return
         if self._since is None:
             self._since, self._tokens = now, 0
             return
-        self._tokens += prompt_tokens
+        self._tokens += waiting.tokens
         if now - self._since >= BUCKET_S:
             self._buckets.append((now - self._since, self._tokens))
             self._since, self._tokens = now, 0
@@ -197,10 +222,10 @@ class AdmissionControl:
         self.pace = Pace(clock)
         self.refused: Counter[Reason] = Counter()
 
-    def check(self, sender: Sender, prompts: Iterable[int], *, snapshot: Snapshot | None, live: int) -> None:
-        """Raises `CapacityError` unless an HTTP request with prompts of these lengths is taken.
+    def check(self, sender: Sender, prompts: Iterable[int], *, snapshot: Snapshot | None, live: int) -> float:
+        """The predicted time to the first token of an HTTP request with prompts of these lengths.
 
-        `live` are all requests in the engine.
+        Raises `CapacityError` unless it is taken. `live` are all requests in the engine.
         """
         lengths = tuple(prompts)
         longest = max(lengths, default=0)
@@ -208,10 +233,13 @@ class AdmissionControl:
             sender.tenant, sender.priority, len(lengths), sum(lengths), longest, self._patience_s(sender)
         )
         queue = self.backlog.seen_by(sender.tenant, class_of(longest))
-        refusal = admit(ask, queue, self._capacity(snapshot, live), self._bounds())
+        capacity = self._capacity(snapshot, live)
+        refusal = admit(ask, queue, capacity, self._bounds())
         if refusal is not None:
             self.refused[refusal.reason] += 1
             raise _error(refusal)
+        wait_s = predict_wait_s(ahead_of(ask, queue.shares), capacity)
+        return predict_ttft_s(wait_s, lengths[0] if lengths else 0, capacity)
 
     def _patience_s(self, sender: Sender) -> float | None:
         """A client that sets a time-out says itself how long it is ready to wait."""
@@ -237,6 +265,7 @@ class AdmissionControl:
             max(0, live - self.backlog.requests),
             pace.output_tokens,
             pace.tpot_s,
+            pace.bias,
         )
 
 

@@ -210,10 +210,12 @@ class EngineClient:
         if self.engine is None:
             raise CapacityError("the model is still loading; try again when /ready answers 200")
 
-    def check_room(self, sender: Sender, prompts: Sequence[int]) -> None:
-        """Raises `CapacityError` when an HTTP request with prompts of these lengths can't be taken."""
+    def check_room(self, sender: Sender, prompts: Sequence[int]) -> float:
+        """The predicted time to the first token of an HTTP request with prompts of these lengths. Raises
+        `CapacityError` when it can't be taken.
+        """
         self.check_open()
-        self._admission.check(sender, prompts, snapshot=self.snapshot, live=len(self._live))
+        return self._admission.check(sender, prompts, snapshot=self.snapshot, live=len(self._live))
 
     def submit(
         self,
@@ -224,11 +226,12 @@ class EngineClient:
         *,
         sender: Sender,
         group: str = "",
+        predicted_s: float | None = None,
     ) -> LiveRequest:
         """Start a request of the HTTP request `group`; `prompt` holds 32-bit token ids. While the engine
         restarts it is held and sent by `resubmit_all`.
         """
-        waiting = Waiting(sender, len(prompt) // TOKEN_BYTES, group or request_id)
+        waiting = Waiting(sender, len(prompt) // TOKEN_BYTES, group or request_id, predicted_s)
         live = LiveRequest(request_id, prompt, sampling, sender, waiting.group, sink, waiting)
         self._live[request_id] = live
         self._admission.backlog.add(waiting)
@@ -334,7 +337,8 @@ class EngineClient:
         if event.position:
             self._admission.pace.next_token(now - since)
         else:
-            self._admission.pace.first_token(live.prompt_len, self._admission.backlog.tokens)
+            if live.waiting is not None:
+                self._admission.pace.first_token(live.waiting, self._admission.backlog.tokens)
             self._no_longer_waits(live)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))

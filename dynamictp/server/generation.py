@@ -94,7 +94,7 @@ class Generation:
     def start(self) -> None:
         """Submit every choice. Raises `CapacityError`, then none was."""
         lengths = [len(prompt) for prompt in self.job.prompts for _ in range(self.job.n)]
-        self._client.check_room(self.job.sender, lengths)
+        predicted_s = self._client.check_room(self.job.sender, lengths)
         for index, choice in enumerate(self.choices):
             prompt = self.prompt_of(index)
             seed = (prompt.seed + index % self.job.n) % SEEDS
@@ -105,6 +105,8 @@ class Generation:
                 choice,
                 sender=self.job.sender,
                 group=self.job.id,
+                # Later prompts of a list wait for their turn: that says nothing about the speed.
+                predicted_s=None if index else predicted_s,
             )
 
     def abandon(self) -> None:

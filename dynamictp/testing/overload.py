@@ -26,7 +26,7 @@ TTFT_S = 2.0
 TTFT_TOKEN_S = 0.002
 REFUSAL_S = 0.1
 NORMAL_AGAIN_S = 5.0
-CAPACITY_S = 8.0
+CAPACITY_REQUESTS = 96
 QUIET_S = 8.0
 QUIET_SHARE = 0.4
 """Of the capacity, before and after the flood."""
@@ -131,20 +131,21 @@ class _Load:
         self._client = Client(url, "demo", clock=self._clock)
         self._rng = random.Random(seed)
 
-    async def capacity(self, seconds: float) -> float:
-        """Requests a second that are finished when always a few wait."""
-        end, done = self._clock.now() + seconds, 0
+    async def capacity(self, count: int) -> float:
+        """Requests a second that are finished while always a few wait, over `count` requests."""
+        began, left = self._clock.now(), count
 
         async def one_after_the_other() -> None:
-            nonlocal done
-            while self._clock.now() < end:
-                result = await self._send()
-                done += result.failure is None and result.end_s < end
+            nonlocal left
+            while left > 0:
+                left -= 1
+                # Ready to wait: nobody is refused.
+                result = await self._send(timeout=120)
                 if result.failure is not None:
-                    await asyncio.sleep(0.1)
+                    raise RuntimeError(f"measuring the capacity: {result.failure}")
 
         await asyncio.gather(*(one_after_the_other() for _ in range(CAPACITY_STREAMS)))
-        return done / seconds
+        return count / (self._clock.now() - began)
 
     async def play(self, rate: float, seconds: float) -> list[asyncio.Task[Result]]:
         """Poisson arrivals; returns when the time is over, though some still run."""
@@ -157,10 +158,10 @@ class _Load:
         await asyncio.sleep(max(0.0, end_s - self._clock.now()))
         return tasks
 
-    async def _send(self) -> Result:
+    async def _send(self, **extra: object) -> Result:
         rng = self._rng
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(*PROMPT_TOKENS)))
-        request = Request(0.0, prompt, rng.randint(*OUTPUT_TOKENS), extra={"ignore_eos": True})
+        request = Request(0.0, prompt, rng.randint(*OUTPUT_TOKENS), extra={"ignore_eos": True, **extra})
         return await self._client.send(request, self._clock.now())
 
 
@@ -183,8 +184,8 @@ async def run_overload(seed: int, seconds: float, factor: float = 2.0, layout: s
     report = OverloadReport(seed, factor)
     with ServerProcess("serve", "demo", "--devices", "2", "--layout", layout) as server:
         load = _Load(server.url, seed)
-        await load.capacity(2.0)
-        report.capacity_rps = await load.capacity(CAPACITY_S)
+        await load.capacity(CAPACITY_STREAMS)
+        report.capacity_rps = await load.capacity(CAPACITY_REQUESTS)
         quiet = QUIET_SHARE * report.capacity_rps
         before = await load.play(quiet, QUIET_S)
         async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as http:
