@@ -16,6 +16,7 @@ from dynamictp.server.connection import GuardedConnection
 BACKLOG = 1024
 KEEP_ALIVE_S = 30
 DRAIN_S = 5
+SEND_BUFFER_BYTES = 64 << 10
 HEAD_LIMIT_BYTES = 32 << 10
 """Request line and headers together."""
 
@@ -101,6 +102,8 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ResourceError(f"can't listen on {host}: {error.strerror or error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Its connections inherit it: without it a client that does not read is given megabytes by the kernel.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)

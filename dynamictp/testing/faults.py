@@ -303,6 +303,8 @@ async def run_faults(
     """Reference on the quiet server, then the disturbed run on the same one."""
     report = FaultReport(GateReport(seed))
     arguments = ("serve", "demo", "--devices", str(DEVICES), "--layout", "tp1", "--kv-memory", "96MiB")
+    # However long a recovery takes: nobody may be refused.
+    arguments += ("--max-wait-s", "0")
     environment = {"DYNAMICTP_CHECK": "1", "DYNAMICTP_FAULT": "signal"}
     with (
         ServerProcess(*arguments, "--crash-budget", "100000", environment=environment) as server,
