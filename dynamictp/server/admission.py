@@ -167,8 +167,8 @@ class Pace:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._buckets: deque[tuple[float, float]] = deque(maxlen=int(WINDOW_S / BUCKET_S))
-        """(seconds, prompt tokens that got their first token) while prefill was saturated."""
+        self._buckets: deque[tuple[float, float, int]] = deque()
+        """(end, seconds, prompt tokens that got their first token) while prefill was saturated."""
         self._since: float | None = None
         self._tokens = 0
         self.bias = 1.0
@@ -192,7 +192,7 @@ class Pace:
             return
         self._tokens += waiting.tokens
         if now - self._since >= BUCKET_S:
-            self._buckets.append((now - self._since, self._tokens))
+            self._buckets.append((now, now - self._since, self._tokens))
             self._since, self._tokens = now, 0
 
     def next_token(self, seconds: float) -> None:
@@ -203,8 +203,10 @@ class Pace:
 
     def prefill_tokens_per_s(self, prior: float) -> float:
         """`prior` is the engine's estimate from its step times."""
-        seconds = sum(bucket[0] for bucket in self._buckets)
-        tokens = sum(bucket[1] for bucket in self._buckets)
+        while self._buckets and self._buckets[0][0] < self._clock.now() - WINDOW_S:
+            self._buckets.popleft()
+        seconds = sum(bucket[1] for bucket in self._buckets)
+        tokens = sum(bucket[2] for bucket in self._buckets)
         return (tokens + prior * PRIOR_S) / (seconds + PRIOR_S)
 
 

@@ -15,10 +15,10 @@ from typing import Self
 
 from dynamictp.config import ServeConfig
 from dynamictp.errors import ConfigError
+from dynamictp.server.sender import MAX_PRIORITY
 
 log = logging.getLogger(__name__)
 
-MAX_PRIORITY = 100
 _MAX_FILE_BYTES = 16 << 20
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+MAX_PRIORITY = 100
+"""Priorities go from minus this to this: the queue has a lane for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sender:
@@ -21,7 +24,7 @@ class Sender:
     def asking(self, priority: int | None, timeout_s: float | None) -> Self:
         """With what the client asks for, None for nothing: a lower priority, an earlier deadline."""
         if priority is not None and priority < self.priority:
-            return replace(self, priority=priority).asking(None, timeout_s)
+            return replace(self, priority=max(priority, -MAX_PRIORITY)).asking(None, timeout_s)
         if timeout_s is None:
             return self
         until_s = self.arrival_s + timeout_s

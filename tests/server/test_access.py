@@ -77,13 +77,13 @@ async def test_a_key_gives_tenant_and_priority_and_the_body_may_only_lower_it(
     stack: Stack, api_keys: KeyRing
 ) -> None:
     async with client(stack, Access(api_keys)) as http:
-        for priority in (None, 3, 9, -7):
+        for priority in (None, 3, 9, -(1 << 31)):
             body = {"prompt": "x", "max_tokens": 1, "priority": priority}
             assert (await http.post("/v1/completions", json=body, headers=ALICE)).status_code == 200
         bob = {"authorization": "bearer sk-bob"}
         await http.post("/v1/completions", json={"prompt": "x", "priority": 1}, headers=bob)
     sent = [body for body in stack.engine.received if isinstance(body, SubmitRequest)]
-    assert [request.priority for request in sent] == [5, 3, 5, -7, 0]
+    assert [request.priority for request in sent] == [5, 3, 5, -100, 0]
     assert {(request.tenant, request.salt) for request in sent[:4]} == {("alice", "alice")}
     assert (sent[4].tenant, sent[4].salt) == ("bob", "bob")
 

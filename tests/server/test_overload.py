@@ -64,6 +64,18 @@ async def test_who_would_wait_too_long_is_told_when_to_come_back_and_then_is_ser
         assert (await post(stack)).status_code == 200
 
 
+async def test_a_long_list_in_the_queue_refuses_nobody_else() -> None:
+    async with running_stack() as stack:
+        stack.engine.hold_tokens = True
+        listed = post(stack, prompt=["x" * 200] * 900)
+        await until(lambda: stack.service.client.live == 900)
+        others = [post(stack) for _ in range(5)]
+        await until(lambda: stack.service.client.live == 905)
+        release(stack)
+        assert {(await task).status_code for task in others} == {200}
+        assert len((await listed).json()["choices"]) == 900
+
+
 async def test_who_says_so_waits_longer_or_less_long() -> None:
     async with running_stack() as stack:
         taken = await fill(stack)
