@@ -38,6 +38,8 @@ class LayoutView:
     mode: str
     pinned: bool
     observed: str
+    legal: tuple[str, ...] = ()
+    """Layouts the server takes; empty when it does not say."""
 
 
 class Admin:
@@ -76,7 +78,8 @@ class Admin:
 
     async def layout(self) -> LayoutView:
         view = await self._call("GET", "/admin/layout")
-        return LayoutView(str(view["mode"]), bool(view["pinned"]), str(view["observed"]))
+        legal = tuple(map(str, view.get("legal_layouts", ())))
+        return LayoutView(str(view["mode"]), bool(view["pinned"]), str(view["observed"]), legal)
 
     async def set_layout(self, layout: str) -> Switch:
         """Changes the layout and waits until the old domains are closed."""

@@ -36,6 +36,8 @@ from dynamictp.clock import Clock, SystemClock
 from dynamictp.errors import FatalError
 
 LAYOUTS = ("tp1", "tp2", "tp1+tp1", "tp2", "tp1")
+NARROW_LAYOUTS = ("tp1", "tp1+tp1", "tp1", "tp1+tp1", "tp1")
+"""Where ranks can't meet: without the native extension only tp1 shapes are legal."""
 # The client yields to the server's workers, which share its cores.
 NICENESS = 5
 _LINE_EVERY_S = 5.0
@@ -75,6 +77,11 @@ def build_schedule(seconds: float, seed: int) -> list[Request]:
         )
         for i, at_s in enumerate(times)
     ]
+
+
+def tour(legal: Sequence[str]) -> tuple[str, ...]:
+    """The layouts to go through, given those the server takes (empty: it does not say)."""
+    return LAYOUTS if not legal or set(LAYOUTS) <= set(legal) else NARROW_LAYOUTS
 
 
 class Progress:
@@ -139,14 +146,22 @@ class Display:
         self._console.print(Text(text))
 
 
-async def play(sender: Sender, admin: LayoutSetter, options: Options, display: Display, clock: Clock) -> Play:
-    """Plays the load while the layout goes through LAYOUTS at equal distances.
+async def play(
+    sender: Sender,
+    admin: LayoutSetter,
+    options: Options,
+    display: Display,
+    clock: Clock,
+    *,
+    layouts: Sequence[str] = LAYOUTS,
+) -> Play:
+    """Plays the load while the layout goes through `layouts` at equal distances.
 
     Raises FatalError when a change of layout is refused or the server is gone.
     """
     schedule = build_schedule(options.seconds, options.seed)
     display.note(f"{len(schedule)} requests over {options.seconds:.0f} s, seed {options.seed}")
-    progress = Progress(sender, LAYOUTS[0])
+    progress = Progress(sender, layouts[0])
     started_s = clock.now()
 
     async def refresh() -> None:
@@ -164,7 +179,7 @@ async def play(sender: Sender, admin: LayoutSetter, options: Options, display: D
             f" {(switch.ended_s - switch.started_s) * 1e3:.0f} ms, {progress.running} requests running"
         )
 
-    changes = [(options.seconds * i / len(LAYOUTS), layout) for i, layout in enumerate(LAYOUTS[1:], 1)]
+    changes = [(options.seconds * i / len(layouts), layout) for i, layout in enumerate(layouts[1:], 1)]
     painter = asyncio.create_task(refresh())
     try:
         results, switches = await play_switches(
@@ -173,7 +188,7 @@ async def play(sender: Sender, admin: LayoutSetter, options: Options, display: D
     finally:
         painter.cancel()
         await asyncio.gather(painter, return_exceptions=True)
-    return Play(started_s, clock.now(), LAYOUTS[0], tuple(results), tuple(switches))
+    return Play(started_s, clock.now(), layouts[0], tuple(results), tuple(switches))
 
 
 async def run(url: str, options: Options, console: Console) -> Play:
@@ -182,10 +197,13 @@ async def run(url: str, options: Options, console: Console) -> Play:
     async with Admin(url, clock=clock) as admin:
         client = Client(url, await admin.served_model(), clock=clock, return_token_ids=True)
         before = await admin.layout()
+        layouts = tour(before.legal)
+        if layouts != LAYOUTS:
+            console.print("this server has no tp2 (no native extension?): switching between tp1 and tp1+tp1")
         try:
-            await admin.set_layout(LAYOUTS[0])
+            await admin.set_layout(layouts[0])
             with Display(console) as display:
-                return await play(client, admin, options, display, clock)
+                return await play(client, admin, options, display, clock, layouts=layouts)
         finally:
             if options.url is not None:
                 if before.mode == "dynamic" and not before.pinned:

@@ -65,6 +65,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, payload: bytes, receiver: Receiver, now: Callable[[], float]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # A caller cancelled while it connects never waits for this; the loop shall not complain then.
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._payload = payload
         self._receiver = receiver
         self._now = now

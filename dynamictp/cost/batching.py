@@ -125,6 +125,8 @@ class Replica:
         self._prompts = workload.prompts
         self._output_pairs = [(node.weight, node.tokens) for node in workload.outputs]
         self._alone_costs: dict[float, PromptCost] = {}
+        self._steps_before = 0.5 + limits.steps_ahead
+        """Steps that a prompt waits for on average: the rest of the one that runs, and those planned."""
         self.max_batch = min(self._kv_batch(kv_tokens), limits.max_num_seqs)
         """Requests whose KV fits in 99 of 100 moments, at most the engine's rows; 0 when none does."""
 
@@ -185,7 +187,7 @@ class Replica:
             added += max(step - beside.plain_s, 0.0)
         added = (added + self.steps.prompt_attention_s(tokens)) / stages
         pieces = whole + (rest > 0)
-        latency = added * (pieces + stages - 1) / pieces + (pieces + 0.5) * beside.step_s
+        latency = added * (pieces + stages - 1) / pieces + (pieces + self._steps_before) * beside.step_s
         occupancy = added + tokens / beside.chunk * beside.step_s
         idle = math.exp(-beside.rows)
         return PromptCost(
@@ -277,7 +279,7 @@ class Replica:
             if state.tpot_s + Z99 * state.tpot_sigma_s > targets.tpot_s:
                 return False
             waits = self._waits(asked, replicas, state, costs)
-            services = [(weight, cost.latency) for weight, cost in costs]
+            services = self._services(state, costs)
             return probability_beyond(targets.ttft_s, services, waits) <= 0.01
 
         smallest, largest = 0.01, float(self.max_batch)
@@ -297,8 +299,7 @@ class Replica:
 
     def latencies(self, state: SteadyState, waits: tuple[Wait, Wait], targets: Targets) -> Latency:
         """Quantiles in a known state; `waits` are those for the token budget and for KV."""
-        costs = self.prompt_costs(state.batch)
-        services = [(weight, cost.latency) for weight, cost in costs]
+        services = self._services(state, self.prompt_costs(state.batch))
         e2e = [
             (weight * part, service + (tokens - 1) * state.tpot_s)
             for weight, service in services
@@ -320,6 +321,16 @@ class Replica:
             goodput_fraction=in_time * _below(targets.tpot_s, state.tpot_s, state.tpot_sigma_s),
             kv_wait=waits[1].probability,
         )
+
+    def _services(
+        self, state: SteadyState, costs: Sequence[tuple[float, PromptCost]]
+    ) -> list[tuple[float, float]]:
+        """(probability, seconds from the first step a prompt may have to its first token). The steps that it
+        waits for have other prompts in them: they take a TPOT, not a decode step, unless the replica idles.
+        """
+        busy = 1 - math.exp(-state.batch)
+        more = busy * self._steps_before * (state.tpot_s - state.decode_step_s)
+        return [(weight, cost.latency + more) for weight, cost in costs]
 
     def prompt_costs(self, rows: float) -> list[tuple[float, PromptCost]]:
         """(probability, cost) of the workload's prompts beside `rows` decoding rows."""

@@ -89,6 +89,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
     max_step_s: float = 0.0
     """Longest step beside running streams, 0: unlimited. Never less than a page of prefill."""
     page_tokens: int = 16
+    steps_ahead: int = 1
+    """Steps planned while one runs: a request that arrives begins after them."""
     kv_cap: float = 1.0
     """Part of the arena one domain may fill: 0.7 in dynamic mode (D6), 1 in static mode."""
     kv_bytes: float = 0.0

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dynamictp.errors import BadRequest
+from dynamictp.layout import legal_specs
 from dynamictp.messages import DeviceStatus, DomainStatus, SwitchStatus
 from dynamictp.server.answers import envelope, json_response
 from dynamictp.server.fields import Fields, parse_object
@@ -52,6 +53,7 @@ class AdminRoutes:
                 "pinned": board.pinned,
                 "target": board.target or service.observed,
                 "observed": service.observed,
+                "legal_layouts": [str(spec) for spec in legal_specs(self._degrees(), service.devices)],
                 "waiting": snapshot.waiting if snapshot else 0,
                 "switch": describe(in_flight) if in_flight else None,
                 "domains": [_domain(d, service.model) for d in snapshot.domains] if snapshot else [],

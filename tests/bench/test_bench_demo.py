@@ -10,7 +10,16 @@ import pytest
 from rich.console import Console
 
 from dynamictp.bench.admin import Switch
-from dynamictp.bench.demo import LAYOUTS, Display, Options, Progress, build_schedule, parse_options, play
+from dynamictp.bench.demo import (
+    LAYOUTS,
+    Display,
+    Options,
+    Progress,
+    build_schedule,
+    parse_options,
+    play,
+    tour,
+)
 from dynamictp.bench.demo_report import (
     ACROSS,
     Play,
@@ -119,6 +128,12 @@ def test_the_schedule_is_seeded_chat_with_each_switch_inside_a_burst() -> None:
     calm = [sum(abs(r.intended_s - at_s) < 2.0 for r in schedule) for at_s in (15, 35, 55, 75)]
     assert min(near) > 5
     assert sum(near) > 2 * sum(calm)
+
+
+def test_the_tour_takes_only_legal_layouts() -> None:
+    assert tour(()) == tour(("tp1", "tp2", "tp1+tp1")) == LAYOUTS
+    assert set(tour(("tp1", "tp1+tp1"))) == {"tp1", "tp1+tp1"}
+    assert len(tour(("tp1", "tp1+tp1"))) == len(LAYOUTS)
 
 
 class InstantSender:

@@ -107,7 +107,10 @@ def test_the_mean_field_against_a_simulation_of_steps(workload: Workload, load: 
 
 
 def simulate(model: Replica, workload: Workload, rate: float, requests: int) -> tuple[float, float]:
-    """(mean TPOT over tokens, median TTFT): step after step, prompts in chunks beside decoding rows."""
+    """(mean TPOT over tokens, median TTFT): step after step, prompts in chunks beside decoding rows.
+
+    Each step is planned when the one before it begins.
+    """
     rng = np.random.default_rng(1)
     kind = workload.classes[0]
     prompts = rng.lognormal(math.log(kind.prompt.median), kind.prompt.sigma, requests)
@@ -118,14 +121,16 @@ def simulate(model: Replica, workload: Workload, rate: float, requests: int) -> 
     waiting: deque[list[float]] = deque()
     running: list[int] = []
     now, coming, ttfts, token_s, tokens = 0.0, 0, [], 0.0, 0
+    planned_at = 0.0
     steps = model.steps
     while coming < requests or waiting or running:
-        while coming < requests and arrivals[coming] <= now:
+        while coming < requests and arrivals[coming] <= planned_at:
             waiting.append([arrivals[coming], prompts[coming], outputs[coming]])
             coming += 1
         if not waiting and not running:
-            now = arrivals[coming]
+            now = planned_at = max(now, arrivals[coming])
             continue
+        planned_at = now
         left, started, attention = float(LIMITS.max_batched_tokens) - len(running), [], 0.0
         while waiting and left > 0:
             take = min(left, waiting[0][1])

@@ -31,6 +31,7 @@ async def test_layout_shows_domains_and_devices(stack: Stack) -> None:
     state = (await stack.http.get("/admin/layout")).json()
     assert state["mode"] == "static"
     assert state["pinned"] is False
+    assert state["legal_layouts"] == ["tp1", "tp2", "tp1+tp1"]
     assert (state["target"], state["observed"], state["waiting"], state["switch"]) == (
         "tp1",
         "tp1",
