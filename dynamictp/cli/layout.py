@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -10,29 +9,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from dynamictp.cli.admin import admin_options, headers_of
 from dynamictp.errors import DynamicTPError, LayoutRefused
 from dynamictp.layout import Layout, LayoutSpec, parse_layout
 
 WAIT_S = 75.0
 """The server answers within 60 s; the rest is for the way."""
-
-_URL = click.option(
-    "--url",
-    default="http://127.0.0.1:8000",
-    show_default=True,
-    help="address of the admin interface",
-)
-_KEY = click.option(
-    "--admin-key",
-    "key",
-    envvar="DYNAMICTP_ADMIN_KEY",
-    help="key of the admin interface; better in DYNAMICTP_ADMIN_KEY",
-)
-
-
-def _server(command: Callable[..., None]) -> Callable[..., None]:
-    """The flags that say where the server is and who asks."""
-    return _URL(_KEY(command))
 
 
 @click.group()
@@ -41,7 +23,7 @@ def layout() -> None:
 
 
 @layout.command()
-@_server
+@admin_options
 def show(url: str, key: str | None) -> None:
     """Print domains and devices as they are now."""
     state = _call("GET", url, key)
@@ -52,8 +34,12 @@ def show(url: str, key: str | None) -> None:
     observed, target = state["observed"], state["target"]
     pending = "" if _spec(target) == _spec(observed) else f" (target {target})"
     console.print(
-        f"mode {state['mode']}  layout {observed}{pending}  waiting {state['waiting']}", highlight=False
+        f"mode {state['mode']}  layout {observed}{pending}  waiting {state['waiting']}"
+        + ("  pinned" if state.get("pinned") else ""),
+        highlight=False,
     )
+    for bar in state.get("barred", ()):
+        console.print(f"{bar['layout']} is barred for {bar['for_s']:.0f} s", highlight=False)
     domains = Table("domain", "shape", "devices", "state", "running", "KV pages", box=None)
     for domain in state["domains"]:
         devices = ",".join(map(str, domain["devices"]))
@@ -62,7 +48,7 @@ def show(url: str, key: str | None) -> None:
             domain["id"], f"tp{domain['tp']}", devices, domain["state"], str(domain["running"]), pages
         )
     console.print(domains)
-    table = Table("device", "state", "cores", "pid", "domain", box=None)
+    table = Table("device", "state", "cores", "pid", "domain or lease", box=None)
     for device in state["devices"]:
         cores = ",".join(map(str, device.get("cores") or ()))
         table.add_row(
@@ -70,21 +56,24 @@ def show(url: str, key: str | None) -> None:
             device["state"],
             cores,
             str(device.get("pid") or ""),
-            str(device.get("domain") or "free"),
+            str(device.get("domain") or device.get("lease") or "free"),
         )
     console.print(table)
 
 
 @layout.command("set")
 @click.argument("text", metavar="LAYOUT")
-@_server
+@admin_options
 @click.option("--wait", type=click.Choice(["none", "commit", "closed"]), default="closed", show_default=True)
 @click.option(
     "--drain-deadline-s", type=float, help="how long old requests may stay before they are handed over"
 )
-def set_layout(text: str, url: str, key: str | None, wait: str, drain_deadline_s: float | None) -> None:
+@click.option("--ramp", is_flag=True, help="move requests step by step, and back if that is worse")
+def set_layout(
+    text: str, url: str, key: str | None, wait: str, drain_deadline_s: float | None, *, ramp: bool
+) -> None:
     """Switch to LAYOUT, such as tp2 or tp1+tp1, with all requests running on."""
-    body: dict[str, Any] = {"layout": text, "wait": wait}
+    body: dict[str, Any] = {"layout": text, "wait": wait, "ramp": ramp}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
     switch = _call("PUT", url, key, body)["switch"]
@@ -99,7 +88,7 @@ def set_layout(text: str, url: str, key: str | None, wait: str, drain_deadline_s
 
 
 @layout.command()
-@_server
+@admin_options
 def auto(url: str, key: str | None) -> None:
     """Give the layout back to the planner (in dynamic mode)."""
     _call("PUT", url, key, {"layout": "auto"})
@@ -112,10 +101,9 @@ def _spec(text: str) -> LayoutSpec:
 
 
 def _call(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     address = f"{url.rstrip('/')}/admin/layout"
     try:
-        response = httpx.request(method, address, json=body, headers=headers, timeout=WAIT_S)
+        response = httpx.request(method, address, json=body, headers=headers_of(key), timeout=WAIT_S)
     except httpx.HTTPError as error:
         raise DynamicTPError(
             f"no answer from {url}: {error}; is the server running, and is --url right?"

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 import msgspec
 
-from dynamictp.config import ServeConfig, build_config
+from dynamictp.cli.control_options import control_flags, control_options
+from dynamictp.config import ServeConfig, build_config, to_yaml
 
 HELP = {
     "devices": "devices of the pool (default: usable cores / cores per device)",
@@ -48,6 +49,8 @@ HELP = {
     "crash_budget": "crashes of one process in ten minutes beyond which the server gives up",
     "trust_remote_code": "refused: no code that comes with a model is ever run",
     "drain_s": "seconds that running requests may take after SIGTERM",
+    "journal": "file that the planner's snapshots and decisions are added to, as JSON lines",
+    "calibration": "file of `dynamictp calibrate`, from which the planner takes its first capacities",
 }
 
 
@@ -55,7 +58,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     """One option per field of the configuration; an option that is not given leaves the field alone."""
     hints = get_type_hints(ServeConfig)
     for field in reversed(msgspec.structs.fields(ServeConfig)):
-        if field.name == "model":
+        if field.name in {"model", "control"}:
             continue
         hint: Any = hints[field.name]
         flag = f"--{field.name.replace('_', '-')}"
@@ -75,16 +78,17 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command()
 @click.argument("model", required=False)
 @_options
+@control_options
 @click.option("--config", "file", type=click.Path(dir_okay=False), help="YAML file of these flags")
 @click.option("--print-config", is_flag=True, help="print the configuration in force and exit")
 def serve(model: str | None, file: str | None, print_config: bool, **flags: Any) -> None:
     """Serve MODEL: a folder (config.json, safetensors, tokenizer), a .gguf file, or `demo`."""
-    given = {key: value for key, value in flags.items() if value is not None}
+    given = control_flags({key: value for key, value in flags.items() if value is not None})
     if model is not None:
         given["model"] = model
     config = build_config(given, file)
     if print_config:
-        click.echo(msgspec.yaml.encode(config).decode(), nl=False)
+        click.echo(to_yaml(config), nl=False)
         return
     # From here to the event loop's own handlers: the import takes a second.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,23 @@ class Detach(Enum):
     CANCEL = "cancel"
     PREEMPT = "preempt"
     HANDOVER = "handover"
+    RECOMPUTE = "recompute"
+    """As a handover, but nothing that its domain computed is trusted."""
 
     @property
     def ends(self) -> bool:
         return self in {Detach.FINISH, Detach.CANCEL}
+
+
+@dataclass
+class Shadow:
+    """Output of a request that the engine sent itself. It never leaves the domain that it was given."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    end: str = ""
+    """Why it ended, empty before."""
+    error: str = ""
 
 
 class Request:
@@ -43,9 +57,10 @@ class Request:
 
     __slots__ = (
         "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at", "crashes",
-        "deadline_s", "detach", "domain", "entered", "group", "handovers", "id", "in_flight", "keys", "limit",
-        "model", "pending", "planned", "priority", "prompt_len", "prompts_from", "recomputes", "resumed",
-        "row", "sampling", "sent_blocks", "served", "stop_ids", "tenant", "tokens", "tp_max", "tp_min",
+        "deadline_s", "detach", "domain", "entered", "finished", "group", "handovers", "id", "in_flight",
+        "keys", "limit", "model", "pending", "planned", "priority", "prompt_len", "prompts_from",
+        "recomputes", "resumed", "row", "sampling", "sent_blocks", "served", "shadow", "stop_ids", "tenant",
+        "tokens", "tp_max", "tp_min",
     )  # fmt: skip
 
     def __init__(self, message: SubmitRequest, age: int, max_len: int) -> None:
@@ -61,8 +76,7 @@ class Request:
         self.limit = min(message.prompt_len + message.sampling.max_tokens, max_len)
         """Length in tokens at which the request ends."""
         self.model = message.model
-        self.tenant = message.tenant
-        self.group = message.group or message.request_id
+        self.tenant, self.group = message.tenant, message.group or message.request_id
         self.priority = message.priority
         self.arrival_s = message.arrival_s
         self.deadline_s = message.deadline_s
@@ -78,6 +92,10 @@ class Request:
         self.pending = 0
         """Tokens that steps in flight will sample."""
         self.detach: Detach | None = None
+        self.finished = False
+        """It came to its end by a step, not by a cancel."""
+        self.shadow: Shadow | None = None
+        """Set for a request of the engine's own: who gets its output."""
         self.resumed = False
         """It ran before: it waits in front of those that did not."""
 

@@ -12,7 +12,7 @@ SIGCOMM 1996). Requests of one prompt are so in order of arrival.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from dynamictp.clock import Clock
@@ -74,6 +74,10 @@ class WaitingQueue:
             yield request
             if request in self._entries:
                 passed[lane] = passed.get(lane, 0) + 1
+
+    def unordered(self) -> Collection[Request]:
+        """All of them; quicker than in order."""
+        return self._entries.keys()
 
     def add(self, request: Request) -> None:
         if request.resumed:

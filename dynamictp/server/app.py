@@ -18,6 +18,7 @@ from dynamictp.errors import CapacityError, DynamicTPError
 from dynamictp.server.access import Access, Gate
 from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
+from dynamictp.server.control_routes import ControlRoutes
 from dynamictp.server.engine_client import CLOSED_RETRY_S
 from dynamictp.server.openai_routes import OpenAIRoutes
 from dynamictp.server.service import Service
@@ -52,7 +53,7 @@ def create_app(
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         *(OpenAIRoutes(service).routes() if api else ()),
-        *(AdminRoutes(service).routes() if admin else ()),
+        *((*AdminRoutes(service).routes(), *ControlRoutes(service).routes()) if admin else ()),
         *(AdminRoutes(service).public() if access and access.public_metrics and not admin else ()),
     ]
     app = FastAPI(

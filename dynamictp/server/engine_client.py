@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -36,6 +36,7 @@ from dynamictp.server.admission import AdmissionControl, Waiting, class_of
 from dynamictp.server.engine_link import EngineLink
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.sender import Sender
+from dynamictp.server.traffic import Traffic
 from dynamictp.transport import Link
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class LiveRequest:
     past: ServedBy | None = None
     """What earlier attempts went through."""
     served: ServedBy | None = None
+    first_token_s: float = 0.0
     last_token_s: float = 0.0
 
     @property
@@ -133,6 +135,10 @@ class EngineClient:
         self._idle = asyncio.Event()
         self.dropped_events = 0
         """Token events that were late, repeated or out of order."""
+        self.traffic: Traffic | None = None
+        """Told what the planner has to know, if there is one."""
+        self.on_snapshot: Callable[[], None] = lambda: None
+        """Called when `snapshot` is a new one."""
         self.on_link_lost: Callable[[str], None] = lambda reason: None
         """Called when the link broke; the supervisor then restarts the engine and attaches again."""
 
@@ -183,6 +189,11 @@ class EngineClient:
     def live(self) -> int:
         """Requests in the engine."""
         return len(self._live)
+
+    @property
+    def live_requests(self) -> Collection[LiveRequest]:
+        """They change with every message of the engine: to be read at once."""
+        return self._live.values()
 
     # ------------------------------------------------------------ requests
 
@@ -235,6 +246,8 @@ class EngineClient:
         live = LiveRequest(request_id, prompt, sampling, sender, waiting.group, sink, waiting)
         self._live[request_id] = live
         self._admission.backlog.add(waiting)
+        if self.traffic is not None:
+            self.traffic.arrived(live.prompt_len)
         self._send_request(live)
         return live
 
@@ -294,6 +307,7 @@ class EngineClient:
                 self.snapshot = body
                 self.layout = body.layout
                 self._metrics.on_snapshot(body)
+                self.on_snapshot()
             case SwitchStatus():
                 if body.outcome in ("committed", "noop"):
                     self.layout = body.to_layout
@@ -337,12 +351,18 @@ class EngineClient:
         if event.position:
             self._admission.pace.next_token(now - since)
         else:
-            if live.waiting is not None:
-                self._admission.pace.first_token(live.waiting, self._admission.backlog.tokens)
-            self._no_longer_waits(live)
+            self._first_token(live, now)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))
             self._forget(live, "stop")
+
+    def _first_token(self, live: LiveRequest, now: float) -> None:
+        live.first_token_s = now
+        if live.waiting is not None:
+            self._admission.pace.first_token(live.waiting, self._admission.backlog.tokens)
+            self._no_longer_waits(live)
+        if self.traffic is not None:
+            self.traffic.first_token(live.prompt_len, now - live.sender.arrival_s)
 
     def _on_end(self, end: RequestEnd) -> None:
         live = self._current(end)
@@ -370,6 +390,8 @@ class EngineClient:
             tp = live.served.tp if live.served is not None else 0
             self._metrics.on_finish(reason, tp, self._clock.now() - live.sender.arrival_s)
             self._admission.pace.finished(len(live.emitted))
+            if self.traffic is not None:
+                self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)

@@ -18,6 +18,7 @@ from dynamictp.control.admission import REASONS
 from dynamictp.layout import PlacedShape, Shape
 from dynamictp.messages import DomainStatus, Snapshot, StepTotals, SwitchStatus
 from dynamictp.server.admission import AdmissionControl
+from dynamictp.server.plane_metrics import PlaneMetrics
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -69,6 +70,7 @@ class Metrics(Collector):
         self._itl = Histogram(TPOT_S)
         self._e2e = Histogram(E2E_S)
         self._degree = Histogram(DEGREES)
+        self.plane = PlaneMetrics()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -127,6 +129,7 @@ class Metrics(Collector):
         yield from self._collect_requests()
         yield from self._collect_admission()
         yield from self._collect_switches()
+        yield from self.plane.collect()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to declare ahead: the registry must not collect at registration."""

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dynamictp.clock import Clock
+from dynamictp.control.values import Mode
 from dynamictp.facts import ModelFacts, RopeFacts
 from dynamictp.messages import SamplingParams
 from dynamictp.model.chat import ChatTemplate
@@ -105,6 +106,7 @@ async def running_stack(
     script: Script | None = None,
     *,
     announce: bool = True,
+    mode: Mode = "static",
     limits: QueueLimits | None = None,
     tenants: Callable[[], int] = lambda: 1,
     clock: Clock | None = None,
@@ -125,6 +127,7 @@ async def running_stack(
         limits=limits,
         tenants=tenants,
         clock=clock,
+        mode=mode,
     )
     fake: list[FakeEngine] = []
     left, right = memory_link_pair(service.client.wake, lambda: fake[0].arrived() if fake else None)
@@ -138,6 +141,7 @@ async def running_stack(
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield Stack(service, fake[0], app, http, left)
     service.client.detach()
+    await service.desk.close()
 
 
 @asynccontextmanager

@@ -94,6 +94,8 @@ def run_configuration(label: str, seed: int, study: Study, console: Console) -> 
     command = serve_command("tp1" if label == DYNAMIC else label, 2)
     if label == DYNAMIC:
         command += ["--mode", "dynamic", "--shrink-after-s", f"{study.shrink_after_s:g}"]
+        command += ["--slo-ttft-p99-s", f"{SLO.ttft_s:g}", "--slo-tpot-p99-ms", f"{SLO.tpot_s * 1e3:g}"]
+        command += ["--slo-ttft-per-token-ms", f"{SLO.ttft_per_token_s * 1e3:g}"]
     found: list[StudyRun] = []
 
     def use(url: str) -> None:
