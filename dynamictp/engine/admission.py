@@ -87,8 +87,8 @@ class Admission:
                     return
                 skipped += 1
                 continue
-            waiting.remove(request)
             self._bind(request, domain, hits)
+            waiting.take(request)
             backlog[domain] += len(request.tokens) - request.planned
 
     def handover(self, request: Request) -> Domain | None:

@@ -48,6 +48,7 @@ from dynamictp.messages.values import (
     unpack_tokens,
 )
 from dynamictp.messages.work import (
+    NO_TOKEN,
     CloseDomain,
     CommHandle,
     DomainBroken,
@@ -66,6 +67,7 @@ from dynamictp.messages.work import (
 )
 
 __all__ = [
+    "NO_TOKEN",
     "PROTOCOL_VERSION",
     "ArenaFacts",
     "Body",

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from dynamictp.clock import Clock
-from dynamictp.errors import CapacityError
+from dynamictp.errors import CapacityError, DynamicTPError
 from dynamictp.messages import (
     Body,
     CancelRequest,
@@ -32,8 +32,10 @@ from dynamictp.messages import (
     TokenEvent,
     WorkerLost,
 )
+from dynamictp.server.admission import AdmissionControl, Waiting, class_of
 from dynamictp.server.engine_link import EngineLink
 from dynamictp.server.metrics import Metrics
+from dynamictp.server.sender import Sender
 from dynamictp.server.traffic import Traffic
 from dynamictp.transport import Link
 
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _M = TypeVar("_M")
 
+TOKEN_BYTES = 4
 CLOSED_RETRY_S = 10
 """When a client may try again that a stopping server refused: its successor may be up by then."""
 
@@ -55,8 +58,13 @@ class Ended:
     status: int = 500
 
 
+class SinkFull(DynamicTPError):
+    """Nobody takes what a sink keeps: its request is to end."""
+
+
 class Sink(Protocol):
-    """Receives one request's output, in order, in the event loop's thread. Must not block or raise."""
+    """Receives one request's output, in order, in the event loop's thread. Must not block, nor raise anything
+    but `SinkFull`."""
 
     def on_token(self, event: TokenEvent) -> bool:
         """True when the request needs no further token: it is then cancelled in the engine."""
@@ -73,11 +81,13 @@ class LiveRequest:
 
     request_id: str
     prompt: bytes
-    prompt_len: int
+    """Token ids as 32-bit integers."""
     sampling: SamplingParams
-    arrival_s: float
-    priority: int
+    sender: Sender
+    group: str
     sink: Sink
+    waiting: Waiting | None
+    """Its entry in the backlog, until its first token."""
     attempt: int = 1
     emitted: array[int] = field(default_factory=lambda: array("I"))
     past: ServedBy | None = None
@@ -85,6 +95,10 @@ class LiveRequest:
     served: ServedBy | None = None
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
 
 
 class EngineClient:
@@ -95,14 +109,14 @@ class EngineClient:
         clock: Clock,
         metrics: Metrics,
         *,
-        max_live: int = 4096,
+        admission: AdmissionControl | None = None,
         on_switch: Callable[[SwitchStatus], None],
         on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
     ) -> None:
-        """`max_live` bounds the requests held at once; more are refused with a 429."""
+        """`admission` is told what waits and how fast it moves, and asked who is taken."""
         self._clock = clock
         self._metrics = metrics
-        self._max_live = max_live
+        self._admission = admission or AdmissionControl(clock)
         self._on_switch = on_switch
         self._on_worker_lost = on_worker_lost
         self._live: dict[str, LiveRequest] = {}
@@ -198,35 +212,40 @@ class EngineClient:
             self._idle.clear()
             await self._idle.wait()
 
-    def check_room(self, count: int) -> None:
-        """Raises `CapacityError` when `count` more requests can't be taken."""
+    def check_open(self) -> None:
+        """Raises `CapacityError` when nothing is taken at all."""
         if self.failure is not None:
             raise CapacityError(f"the engine has failed: {self.failure}", retry_after_s=10)
         if self._closed is not None:
             raise CapacityError(self._closed, retry_after_s=CLOSED_RETRY_S)
         if self.engine is None:
             raise CapacityError("the model is still loading; try again when /ready answers 200")
-        if len(self._live) + count > self._max_live:
-            raise CapacityError(
-                f"{len(self._live)} requests are waiting or running, the limit is {self._max_live}",
-                status=429,
-            )
+
+    def check_room(self, sender: Sender, prompts: Sequence[int]) -> float:
+        """The predicted time to the first token of an HTTP request with prompts of these lengths. Raises
+        `CapacityError` when it can't be taken.
+        """
+        self.check_open()
+        return self._admission.check(sender, prompts, snapshot=self.snapshot, live=len(self._live))
 
     def submit(
         self,
         request_id: str,
-        prompt: Sequence[int],
+        prompt: bytes,
         sampling: SamplingParams,
         sink: Sink,
         *,
-        arrival_s: float,
-        priority: int = 0,
+        sender: Sender,
+        group: str = "",
+        predicted_s: float | None = None,
     ) -> LiveRequest:
-        """Start a request. While the engine restarts it is held and sent by `resubmit_all`."""
-        live = LiveRequest(
-            request_id, array("I", prompt).tobytes(), len(prompt), sampling, arrival_s, priority, sink
-        )
+        """Start a request of the HTTP request `group`; `prompt` holds 32-bit token ids. While the engine
+        restarts it is held and sent by `resubmit_all`.
+        """
+        waiting = Waiting(sender, len(prompt) // TOKEN_BYTES, group or request_id, predicted_s)
+        live = LiveRequest(request_id, prompt, sampling, sender, waiting.group, sink, waiting)
         self._live[request_id] = live
+        self._admission.backlog.add(waiting)
         if self.traffic is not None:
             self.traffic.arrived(live.prompt_len)
         self._send_request(live)
@@ -267,8 +286,13 @@ class EngineClient:
                 tokens=live.prompt + live.emitted.tobytes(),
                 prompt_len=live.prompt_len,
                 sampling=live.sampling,
-                arrival_s=live.arrival_s,
-                priority=live.priority,
+                arrival_s=live.sender.arrival_s,
+                tenant=live.sender.tenant,
+                priority=live.sender.priority,
+                request_class=class_of(live.prompt_len),
+                deadline_s=live.sender.deadline_s,
+                salt=live.sender.tenant,
+                group=live.group,
             )
         )
 
@@ -321,16 +345,24 @@ class EngineClient:
             return
         live.emitted.append(event.token)
         live.served = event.served
-        since = live.last_token_s if event.position else live.arrival_s
+        since = live.last_token_s if event.position else live.sender.arrival_s
         self._metrics.on_token(event.served.domain, now - since, first=event.position == 0)
         live.last_token_s = now
-        if not event.position:
-            live.first_token_s = now
-            if self.traffic is not None:
-                self.traffic.first_token(live.prompt_len, now - live.arrival_s)
+        if event.position:
+            self._admission.pace.next_token(now - since)
+        else:
+            self._first_token(live, now)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))
             self._forget(live, "stop")
+
+    def _first_token(self, live: LiveRequest, now: float) -> None:
+        live.first_token_s = now
+        if live.waiting is not None:
+            self._admission.pace.first_token(live.waiting, self._admission.backlog.tokens)
+            self._no_longer_waits(live)
+        if self.traffic is not None:
+            self.traffic.first_token(live.prompt_len, now - live.sender.arrival_s)
 
     def _on_end(self, end: RequestEnd) -> None:
         live = self._current(end)
@@ -339,6 +371,8 @@ class EngineClient:
         match end.reason:
             case "error":
                 ended = Ended("error", message=end.error or "the engine failed this request")
+            case "deadline":
+                ended = Ended("error", message="the request's deadline has passed", status=504)
             case "cancelled":
                 ended = Ended("error", message="the server is stopping", status=503)
             case reason if end.tokens > len(live.emitted):
@@ -354,26 +388,39 @@ class EngineClient:
     def _forget(self, live: LiveRequest, reason: str) -> None:
         if self._remove(live.request_id) is not None and reason != "error":
             tp = live.served.tp if live.served is not None else 0
-            self._metrics.on_finish(reason, tp, self._clock.now() - live.arrival_s)
+            self._metrics.on_finish(reason, tp, self._clock.now() - live.sender.arrival_s)
+            self._admission.pace.finished(len(live.emitted))
             if self.traffic is not None:
                 self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)
+        if live is not None:
+            self._no_longer_waits(live)
         if not self._live:
             self._idle.set()
         return live
+
+    def _no_longer_waits(self, live: LiveRequest) -> None:
+        if live.waiting is not None:
+            self._admission.backlog.remove(live.waiting)
+            live.waiting = None
 
     def _guarded(self, live: LiveRequest, call: Callable[[_M], bool | None], message: _M) -> bool:
         """One request's failing must not reach the others: it ends alone, with a 500."""
         try:
             return bool(call(message))
+        except SinkFull as error:
+            self._give_up(live, Ended("error", message=str(error), status=408))
         except Exception:
             log.exception("request %s: its output could not be handled", live.request_id)
-            if self._remove(live.request_id) is not None:
-                self.send(CancelRequest(live.request_id, live.attempt))
-                live.sink.on_end(Ended("error", message="internal error while producing the output"))
-            return False
+            self._give_up(live, Ended("error", message="internal error while producing the output"))
+        return False
+
+    def _give_up(self, live: LiveRequest, ended: Ended) -> None:
+        if self._remove(live.request_id) is not None:
+            self.send(CancelRequest(live.request_id, live.attempt))
+            live.sink.on_end(ended)
 
 
 def merge_served(past: ServedBy | None, served: ServedBy | None) -> ServedBy | None:

@@ -14,8 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dynamictp.control.admission import REASONS
 from dynamictp.layout import PlacedShape, Shape
 from dynamictp.messages import DomainStatus, Snapshot, StepTotals, SwitchStatus
+from dynamictp.server.admission import AdmissionControl
 from dynamictp.server.plane_metrics import PlaneMetrics
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -52,8 +54,9 @@ class Histogram:
 class Metrics(Collector):
     """Everything `/metrics` shows. Fed by the engine client, read by `render`."""
 
-    def __init__(self, pool: str = "default") -> None:
+    def __init__(self, pool: str = "default", admission: AdmissionControl | None = None) -> None:
         self._pool = pool
+        self._admission = admission
         self._snapshot: Snapshot | None = None
         self._placed: dict[str, str] = {}
         """Domain id → placed shape, the label of per-domain series."""
@@ -124,6 +127,7 @@ class Metrics(Collector):
         yield from self._collect_engine()
         yield from self._collect_steps()
         yield from self._collect_requests()
+        yield from self._collect_admission()
         yield from self._collect_switches()
         yield from self.plane.collect()
 
@@ -190,6 +194,18 @@ class Metrics(Collector):
         yield _histogram("dtp_time_to_first_token_seconds", "Arrival to first token", self._ttft)
         yield _histogram("dtp_inter_token_latency_seconds", "Time between tokens of a request", self._itl)
         yield _histogram("dtp_e2e_request_latency_seconds", "Arrival to last token", self._e2e)
+
+    def _collect_admission(self) -> Iterator[Metric]:
+        refused = CounterMetricFamily("dtp_requests_refused", "HTTP requests refused", labels=["reason"])
+        admission = self._admission
+        for reason in REASONS:
+            refused.add_metric([reason], admission.refused[reason] if admission else 0)
+        yield refused
+        yield _gauge(
+            "dtp_prompt_tokens_waiting",
+            "Prompt tokens of requests without a first token",
+            admission.backlog.tokens if admission else 0,
+        )
 
     def _collect_switches(self) -> Iterator[Metric]:
         switches = CounterMetricFamily(

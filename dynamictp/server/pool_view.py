@@ -56,7 +56,7 @@ class PoolView:
         traffic, config = self.traffic, self.traffic.config
         started = [request for request in live if request.emitted]
         ratios = [
-            (now - request.arrival_s) / config.slo.of().ttft_target_s(request.prompt_len)
+            (now - request.sender.arrival_s) / config.slo.of().ttft_target_s(request.prompt_len)
             for request in live
             if not request.emitted
         ]

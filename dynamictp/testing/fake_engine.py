@@ -35,7 +35,7 @@ from dynamictp.messages import (
 )
 from dynamictp.transport import Link
 
-EndReason = Literal["stop", "length", "cancelled", "error"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 Outcome = Literal["committed", "closed", "noop", "cancelled"]
 Script = Callable[[Sequence[int], SamplingParams, int], int]
 """(prompt, sampling, position) → output token. May raise `ScriptedError`."""
@@ -196,6 +196,12 @@ class FakeEngine:
             self._end(request, ends, "stop")
         elif request.position >= sampling.max_tokens:
             self._end(request, ends, "length")
+
+    def expire(self, request_id: str) -> None:
+        """The deadline of a request passes."""
+        ends: list[RequestEnd] = []
+        self._end(self.running[request_id], ends, "deadline")
+        self.link.send(Outputs(ends=tuple(ends)))
 
     def _end(
         self, request: _Running, ends: list[RequestEnd], reason: EndReason, error: str | None = None

@@ -11,6 +11,8 @@ from dynamictp.server.metrics import Metrics
 from tests.server.server_stack import Stack
 
 FIRST_SET = {
+    "dtp_prompt_tokens_waiting",
+    "dtp_requests_refused",
     "dtp_num_requests_running",
     "dtp_num_requests_waiting",
     "dtp_rows_used",
