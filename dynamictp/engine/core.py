@@ -21,6 +21,7 @@ from dynamictp.engine.turns import Turns
 from dynamictp.engine.watch import HELLO_AGAIN_S, HELLO_S, LOOK_S, Watch
 from dynamictp.errors import ConfigError, LayoutRefused, ProtocolError
 from dynamictp.messages import (
+    NO_TOKEN,
     Body,
     CancelRequest,
     CancelSwitch,
@@ -305,6 +306,10 @@ class EngineCore:
         began = thread_time()
         domain = self.fleet.domains.get(result.epoch)
         if domain is None or domain.state not in {"serving", "draining"}:
+            return
+        if self.layouts.on_trial(domain) and any(token.token == NO_TOKEN for token in result.tokens):
+            # Its requests are computed again where they were before: a poison one then ends alone.
+            self._fail(domain, "numbers that are not finite")
             return
         try:
             record = self.book.complete(domain, result)

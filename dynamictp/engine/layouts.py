@@ -179,6 +179,10 @@ class LayoutManager:
 
     # ------------------------------------------------------------ sides of a ramp
 
+    def on_trial(self, domain: Domain) -> bool:
+        """What the domain computes is not trusted yet."""
+        return self._ramp is not None and self._ramp.tries(domain)
+
     @property
     def _ramp(self) -> Ramp | None:
         return self._current.ramp if self._current is not None else None
