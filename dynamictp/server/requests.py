@@ -271,7 +271,7 @@ def _parse_max_tokens(fields: Fields, least: int) -> tuple[str, int | None]:
 
 def _parse_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.take("stop")
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     expected = f"a string or up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise fields.refuse("stop", expected, value)

@@ -164,6 +164,7 @@ class FakeEngine:
                 for command in held:
                     self._held.remove(command)
                     self._report(command, str(self._layout.spec), "decide", "cancelled", {})
+                self.link.send(self.snapshot())
 
     def _step(
         self,
@@ -231,6 +232,7 @@ class FakeEngine:
             before, wanted = str(self._layout.spec), parse_layout(command.layout)
             if wanted in (self._layout, self._layout.spec):
                 self._report(command, before, "commit", "noop", {})
+                self.link.send(self.snapshot())
                 continue
             self._layout = wanted if isinstance(wanted, Layout) else place(wanted, self.devices, ())
             self._epoch += len(self._layout.domains)
