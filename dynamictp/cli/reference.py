@@ -14,6 +14,7 @@ import click
 from dynamictp.advisor.matrix import matrix_page
 from dynamictp.cli import cli
 from dynamictp.control.config import ControlConfig, Slo, parameters
+from dynamictp.server.field_table import api_fields_page
 from dynamictp.server.metrics import Metrics
 
 NOTE = "<!-- Made by scripts/gen-docs from the code; edits here are lost. -->\n\n"
@@ -67,6 +68,7 @@ def control_page() -> str:
 
 
 PAGES = {
+    "api-fields.md": lambda: api_fields_page(NOTE),
     "commands.md": command_page,
     "metrics.md": metric_page,
     "deployment-matrix.md": deployment_page,
