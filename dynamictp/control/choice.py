@@ -218,16 +218,21 @@ def better_shape(s: Scene) -> Wish | None:
 
 def ttft_ratio(snapshot: PoolSnapshot, config: ControlConfig) -> float:
     """TTFT ÷ target: the measured quantile, or what those without a first token have waited already since
-    the last commit. While domains drain beside new ones only the latter counts: the drain will end."""
+    the last commit. While a switch is under way or domains drain only the latter counts: old and new share
+    devices, and that will end."""
     waiting, worst = snapshot.waiting, snapshot.waiting.worst_ttft_ratio
     if snapshot.last_commit_s is not None and waiting.oldest_s > 0:
         worst *= min(1.0, (snapshot.time_s - snapshot.last_commit_s) / waiting.oldest_s)
-    return worst if snapshot.draining else max(_quantile(snapshot.ttft, config), worst)
+    return worst if _unsettled(snapshot) else max(_quantile(snapshot.ttft, config), worst)
 
 
 def tpot_ratio(snapshot: PoolSnapshot, config: ControlConfig) -> float:
-    """TPOT ÷ target; not while domains drain."""
-    return 0.0 if snapshot.draining else _quantile(snapshot.tpot, config)
+    """TPOT ÷ target; not while a switch is under way or domains drain."""
+    return 0.0 if _unsettled(snapshot) else _quantile(snapshot.tpot, config)
+
+
+def _unsettled(snapshot: PoolSnapshot) -> bool:
+    return bool(snapshot.draining) or snapshot.switch is not None
 
 
 def _quantile(digest: Digest, config: ControlConfig) -> float:

@@ -260,8 +260,11 @@ def _decision(s: Scene, wish: Wish, verdict: _Verdict, state: PlannerState) -> D
 
 
 def _urgent(s: Scene, wish: Wish, verdict: _Verdict) -> bool:
-    """The switch under way leads to where the wish does."""
+    """The switch under way leads to where the demand wants it. A latency missed in mid-ramp is no reason to
+    hurry: the new side may be what causes it."""
     switch = s.snapshot.switch
+    if wish.reason is Reason.GROW_FEEDBACK:
+        return False
     return verdict.reason is Reason.IN_FLIGHT and switch is not None and switch.to_layout == wish.target
 
 

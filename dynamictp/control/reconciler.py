@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dynamictp.clock import Clock
-from dynamictp.control.values import Bar
+from dynamictp.control.config import ControlConfig
+from dynamictp.control.values import Bar, Decision
 from dynamictp.layout import Layout, parse_layout
 from dynamictp.messages import CancelSwitch, RampSettings, SetLayout, SwitchStatus
 
@@ -221,3 +222,27 @@ def reached(target: str, observed: str) -> bool:
     if "@" in target and "@" in observed:
         return parse_layout(target) == parse_layout(observed)
     return spec_of(target) == spec_of(observed)
+
+
+def target_of(decision: Decision, config: ControlConfig) -> Target:
+    """Where a decision leads, and how."""
+    assert decision.target is not None
+    return Target(
+        decision.target,
+        decision.reason.value,
+        forced=decision.forced,
+        ramp=not decision.forced,
+        settings=ramp_settings(config),
+        drain_deadline_s=config.drain_deadline_s,
+    )
+
+
+def ramp_settings(config: ControlConfig) -> RampSettings:
+    """The ramp's parameters, as the engine wants them."""
+    return RampSettings(
+        shares=config.ramp_steps,
+        observe_s=config.ramp_observe_s,
+        settle_s=config.ramp_settle_s,
+        min_finished=config.ramp_gate_samples,
+        worse=config.ramp_gate_ratio,
+    )

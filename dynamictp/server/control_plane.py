@@ -11,10 +11,10 @@ from dynamictp.control.capacity import CostBook
 from dynamictp.control.config import ControlConfig, reloaded
 from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
-from dynamictp.control.reconciler import Observed, Reconciler, Target
+from dynamictp.control.reconciler import Observed, Reconciler, Target, target_of
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import Decision, PoolSnapshot
-from dynamictp.messages import CancelSwitch, RampSettings, SetLayout, Snapshot, SwitchStatus
+from dynamictp.messages import CancelSwitch, SetLayout, Snapshot, SwitchStatus
 from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.leases import LeaseDesk
 from dynamictp.server.metrics import Metrics
@@ -184,27 +184,3 @@ class ControlPlane:
         self.reconciler.step(
             Observed(snapshot.placed or snapshot.layout, self._desk.pool.available, in_flight)
         )
-
-
-def target_of(decision: Decision, config: ControlConfig) -> Target:
-    """Where a decision leads, and how."""
-    assert decision.target is not None
-    return Target(
-        decision.target,
-        decision.reason.value,
-        forced=decision.forced,
-        ramp=not decision.forced,
-        settings=ramp_settings(config),
-        drain_deadline_s=config.drain_deadline_s,
-    )
-
-
-def ramp_settings(config: ControlConfig) -> RampSettings:
-    """The ramp's parameters, as the engine wants them."""
-    return RampSettings(
-        shares=config.ramp_steps,
-        observe_s=config.ramp_observe_s,
-        settle_s=config.ramp_settle_s,
-        min_finished=config.ramp_gate_samples,
-        worse=config.ramp_gate_ratio,
-    )

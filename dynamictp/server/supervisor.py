@@ -16,11 +16,11 @@ import zmq
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.config import ServeConfig
+from dynamictp.control.reconciler import ramp_settings
 from dynamictp.errors import ConfigError, FatalError, ModelRefused, ResourceError
 from dynamictp.messages import Body, EngineStart, WorkerGone, WorkerStarted
 from dynamictp.model.weights import WeightIndex
 from dynamictp.server.child import Child, Spawner, describe_end, end_children
-from dynamictp.server.control_plane import ramp_settings
 from dynamictp.server.crash_budget import CrashBudget
 from dynamictp.server.loading import load_weights
 from dynamictp.server.plan import NodePlan

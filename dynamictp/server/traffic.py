@@ -18,7 +18,7 @@ MOST = 20_000
 """Entries of a kind that are kept, the latest."""
 OUTPUTS = 200
 """Finished requests whose lengths count."""
-FEW_TOKENS = 8
+FEW_TOKENS = 32
 """A running stream's time per token counts from so many tokens on."""
 
 

@@ -42,6 +42,8 @@ class Faults(msgspec.Struct, frozen=True):
     """Every step of a domain of these shapes fails."""
     slow: dict[str, float] = {}
     """Steps of a domain of that shape take so many times as long."""
+    hidden: bool = False
+    """The shadow probe does not notice."""
 
 
 @dataclass(slots=True)

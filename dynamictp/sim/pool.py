@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from itertools import count
 
 import msgspec
 
@@ -14,9 +14,11 @@ from dynamictp.control.config import ControlConfig, Slo
 from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
+from dynamictp.control.reconciler import Observed, Reconciler, target_of
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason, Running, Waiting
 from dynamictp.control.windows import ArrivalWindow, OutputWindow, RatioWindow
+from dynamictp.messages import SwitchStatus
 from dynamictp.sim.domain import SimDomain
 from dynamictp.sim.loop import EventLoop
 from dynamictp.sim.node import Faults, Node, SwitchTimes
@@ -41,14 +43,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     faults: Faults = Faults()
     noise: float = 0.0
     seed: int = 0
-
-
-class Actor(Protocol):
-    """The seam to whoever carries decisions out."""
-
-    def go(self, layout: str, *, reason: str, forced: bool, cancel: bool = False) -> None: ...
-
-    def hurry(self) -> None: ...
 
 
 @dataclass
@@ -100,7 +94,11 @@ class SimPool:
             faults=setup.faults,
         )
         self.switcher = Switcher(self.node, setup.layout, setup.times, config)
-        self.actor: Actor = self.switcher
+        self._ids = count(1)
+        self.reconciler = Reconciler(
+            self.loop, self.switcher, lambda: f"s{next(self._ids)}", bar_s=config.bar_s
+        )
+        self.switcher.on_status = self._switched
         self.available = setup.devices
         facts = setup.believed or setup.facts
         self.journal = Journal(facts, config, PlannerState())
@@ -165,7 +163,7 @@ class SimPool:
             mode=self.setup.mode,
             switch=switcher.view,
             draining=switcher.draining,
-            barred=switcher.bars,
+            barred=self.reconciler.bars(),
             last_commit_s=switcher.last_commit_s,
             arrivals_2s=self._arrivals.view(now, 2.0),
             arrivals_10s=self._arrivals.view(now, 10.0),
@@ -183,13 +181,24 @@ class SimPool:
         self.journal.add(snapshot, decision, self._state)
         self._decisions.append(decision)
         if decision.target is not None:
-            self.actor.go(
-                decision.target, reason=decision.reason, forced=decision.forced, cancel=decision.cancel
-            )
+            self.reconciler.want(target_of(decision, self.setup.config))
         elif decision.forced:
-            self.actor.hurry()
+            self.switcher.hurry()
+        flight = snapshot.switch
+        self.reconciler.step(
+            Observed(
+                snapshot.layout, self.available, None if flight is None else (flight.id, flight.to_layout)
+            )
+        )
         if self._timeline[-1][1] != snapshot.layout:
             self._timeline.append((snapshot.time_s, snapshot.layout))
+
+    def _switched(self, status: SwitchStatus) -> None:
+        """A switch ended: the planner decides anew on what is there now, as in the server."""
+        mine = status.switch_id == self.reconciler.in_flight
+        self.reconciler.on_status(status)
+        if mine:
+            self.reconciler.want(None)
 
     def _waiting(self, now: float) -> Waiting:
         waiting = self.node.waiting

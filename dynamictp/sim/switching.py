@@ -1,20 +1,22 @@
 """Switches on virtual time: prepare, ramp with gates, commit, settle, drain, handover; rollback and bars.
 
-A model of the engine's switch state machine (design 9) with the same placement and the same routing; the
-times of its phases are given. Level-triggered as the reconciler is: `go` names the layout that should be.
+A model of the engine's switch state machine (design 9) with the same commands, placement and routing; the
+times of its phases are given. Who commands it is the production reconciler.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.route import Ramp
-from dynamictp.control.values import Bar, SwitchView
+from dynamictp.control.values import SwitchView
 from dynamictp.control.windows import quantile
 from dynamictp.layout import Layout, LayoutSpec, place
+from dynamictp.messages import CancelSwitch, SetLayout, SwitchStatus
 from dynamictp.sim.domain import SimDomain
 from dynamictp.sim.loop import Event
 from dynamictp.sim.node import Node, SwitchTimes
@@ -46,6 +48,7 @@ class _Switch:
     opening: list[SimDomain]
     reviving: list[SimDomain]
     closing: list[SimDomain]
+    command: SetLayout
     phase: str = "prepare"
     timer: Event | None = None
     ratios: dict[str, list[float]] = field(default_factory=lambda: {"old": [], "new": []})
@@ -53,16 +56,16 @@ class _Switch:
 
 
 class Switcher:
-    """Owner of the observed layout, of the switch in flight, of drains and bars."""
+    """Owner of the observed layout, of the switch in flight and of drains. `on_status` hears how switches
+    end. The reconciler's transport."""
 
     def __init__(self, node: Node, layout: str, times: SwitchTimes, config: ControlConfig) -> None:
         self.node, self.config = node, config
         self.records: list[SwitchRecord] = []
         self.last_commit_s: float | None = None
         self._times = times
+        self.on_status: Callable[[SwitchStatus], None] = lambda status: None
         self._current: _Switch | None = None
-        self._strikes: Counter[str] = Counter()
-        self._bars: dict[str, Bar] = {}
         node.on_broken = self._on_broken
         node.on_idle = self._on_idle
         for placed in place(LayoutSpec.parse(layout), node.devices, ()).domains:
@@ -83,20 +86,15 @@ class Switcher:
     def draining(self) -> tuple[str, ...]:
         return tuple(str(d.placed.shape) for d in self.node.domains.values() if d.state == "draining")
 
-    @property
-    def bars(self) -> tuple[Bar, ...]:
-        now = self.node.loop.now()
-        return tuple(bar for bar in self._bars.values() if bar.until_s > now)
-
-    def go(self, layout: str, *, reason: str, forced: bool, cancel: bool = False) -> None:
-        """Make `layout` the target. Nothing happens while another switch is in flight, unless `cancel`."""
-        if self._current is not None:
-            if not cancel or self._current.record.to_layout == layout:
-                return
-            self._roll_back(self._current, "cancelled", recompute=False)
-        if layout == str(self.observed):
-            return
-        self._begin(layout, reason, forced)
+    def send(self, command: SetLayout | CancelSwitch) -> bool:
+        """A command arrives; it is always heard."""
+        current = self._current
+        if isinstance(command, CancelSwitch):
+            if current is not None and current.record.id == command.switch_id:
+                self._take_back(current, "cancelled", recompute=False)
+        elif current is None:
+            self._begin(command)
+        return True
 
     def hurry(self) -> None:
         """The switch in flight has become urgent: after a probe its ramp goes to 100 % at once."""
@@ -121,14 +119,16 @@ class Switcher:
 
     # ------------------------------------------------------------ a switch
 
-    def _begin(self, layout: str, reason: str, forced: bool) -> None:
-        node, now = self.node, self.node.loop.now()
+    def _begin(self, command: SetLayout) -> None:
+        node, layout = self.node, command.layout
         live = [d for d in node.domains.values() if d.state in {"serving", "draining"}]
         live.sort(key=lambda d: d.state != "serving")
         target = place(LayoutSpec.parse(layout), node.devices, [d.placed for d in live])
         wanted = set(target.domains)
         kept = {d.placed: d for d in live if d.placed in wanted}
-        record = SwitchRecord(f"s{len(self.records) + 1}", str(self.observed), layout, now, reason, forced)
+        record = SwitchRecord(
+            command.switch_id, str(self.observed), layout, node.loop.now(), command.reason, command.forced
+        )
         self.records.append(record)
         switch = _Switch(
             record,
@@ -136,6 +136,7 @@ class Switcher:
             opening=[node.open(placed) for placed in target.domains if placed not in kept],
             reviving=[d for d in kept.values() if d.state == "draining"],
             closing=[d for d in live if d.state == "serving" and d.placed not in wanted],
+            command=command,
         )
         self._current = switch
         delay = self._times.prepare_s if switch.opening else 0.0
@@ -145,12 +146,15 @@ class Switcher:
         for domain in switch.reviving:
             self.node.serve(domain)
         switch.record.revived = len(switch.reviving)
-        shrinking = sum(d.devices for d in switch.target.spec.shapes) < self.observed.devices
-        if not switch.opening or shrinking or switch.record.forced:
-            if switch.opening and not self._probe(switch):
-                return
-            for domain in switch.opening:
-                self.node.serve(domain)
+        command = switch.command
+        if not switch.opening or not (command.ramp or command.forced):
+            self._serve_new(switch)
+            self._commit(switch)
+            return
+        if not self._probe(switch):
+            return
+        if command.forced:
+            self._serve_new(switch)
             self._commit(switch)
             return
         switch.phase = "ramp"
@@ -158,15 +162,21 @@ class Switcher:
             self.node.serve(domain, "new")
         self._ramp(switch, 0)
 
+    def _serve_new(self, switch: _Switch) -> None:
+        for domain in switch.opening:
+            self.node.serve(domain)
+
     def _probe(self, switch: _Switch) -> bool:
         """A real request to each new domain before it takes all of the traffic."""
+        if self.node.faults.hidden:
+            return True
         for domain in switch.opening:
             shape = str(domain.placed.shape)
             if shape in self.node.faults.failing:
-                self._roll_back(switch, "failed", recompute=True)
+                self._take_back(switch, "rolled_back", recompute=True)
                 return False
             if self.node.faults.slow.get(shape, 1.0) > _PROBE_LIMIT:
-                self._roll_back(switch, "rolled_back", recompute=False)
+                self._take_back(switch, "rolled_back", recompute=False)
                 return False
         return True
 
@@ -174,7 +184,7 @@ class Switcher:
         if switch is not self._current:
             return
         if self._regressed(switch):
-            self._roll_back(switch, "rolled_back", recompute=False)
+            self._take_back(switch, "rolled_back", recompute=False)
             return
         shares = self.config.ramp_steps
         if step == len(shares):
@@ -207,6 +217,7 @@ class Switcher:
             domain.state = "draining"
             self.node.loop.after(self.config.drain_deadline_s, partial(self._deadline, domain))
         self.node.pump()
+        self._tell(switch, "committed")
 
     def _deadline(self, domain: SimDomain) -> None:
         """What still runs is handed over, between two steps."""
@@ -226,30 +237,35 @@ class Switcher:
 
     # ------------------------------------------------------------ taking back
 
-    def _roll_back(self, switch: _Switch, outcome: str, *, recompute: bool) -> None:
-        """Serve with the old domains again; a bar unless it was cancelled."""
+    def _take_back(
+        self, switch: _Switch, outcome: Literal["cancelled", "rolled_back"], *, recompute: bool
+    ) -> None:
+        """Serve with the old domains again."""
         if switch.timer is not None:
             switch.timer.cancel()
         self._current = None
         self._set_ramp(None)
         switch.record.outcome = outcome
-        if outcome != "cancelled":
-            layout = switch.record.to_layout
-            length = self.config.bar_s * 2 ** self._strikes[layout]
-            self._strikes[layout] += 1
-            self._bars[layout] = Bar(layout, self.node.loop.now() + length)
         for domain in switch.opening:
             domain.abort()
             for request in tuple(domain.requests()):
                 domain.take(request)
                 self.node.requeue(request, recompute=recompute or not self._shares_memory)
             self.node.close(domain)
+        for domain in switch.reviving:
+            domain.state = "draining"
         self.node.pump()
+        self._tell(switch, outcome)
+
+    def _tell(self, switch: _Switch, outcome: Literal["committed", "cancelled", "rolled_back"]) -> None:
+        record = switch.record
+        phase = "commit" if outcome == "committed" else "rollback"
+        self.on_status(SwitchStatus(record.id, record.from_layout, record.to_layout, phase, outcome))
 
     def _on_broken(self, domain: SimDomain) -> None:
         switch = self._current
         if switch is not None and domain in switch.opening:
-            self._roll_back(switch, "failed", recompute=True)
+            self._take_back(switch, "rolled_back", recompute=True)
             return
         # A serving domain that breaks is opened again; its requests are recomputed.
         placed = domain.placed

@@ -295,7 +295,7 @@ def test_latencies_from_before_a_commit_do_not_count() -> None:
     assert (traffic.ttft().count, traffic.tpot(()).count) == (0, 0)
     traffic.finished(11, 104.0, 106.0)  # began under the old layout
     traffic.finished(11, 105.0, 106.0)
-    running = [(20, 105.5, 107.4), (3, 105.5, 109.0), (20, 101.0, 110.0)]
+    running = [(40, 105.5, 107.4), (20, 105.5, 109.0), (40, 101.0, 110.0)]
     assert traffic.tpot(running).count == 2
     clock.advance(61.0)
     assert traffic.tpot(()).count == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import pytest
 
@@ -9,6 +11,7 @@ from dynamictp.control.traffic import Profile
 from dynamictp.cost.batching import Replica
 from dynamictp.cost.steps import StepModel
 from dynamictp.layout import PlacedShape, Shape
+from dynamictp.messages import CancelSwitch, SetLayout
 from dynamictp.sim.loop import EventLoop
 from dynamictp.sim.node import Node
 from dynamictp.sim.pool import SimPool
@@ -99,6 +102,10 @@ def test_a_cut_run_ends_at_the_next_step() -> None:
     assert late.ttft_s < 0.06, "it waits for a step, not for a run of them"
 
 
+def command(pool: SimPool, *, layout: str, forced: bool = False) -> None:
+    pool.switcher.send(SetLayout(f"to {layout}", layout, ramp=True, forced=forced))
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_switch_under_load_keeps_every_token(shared_memory: bool) -> None:
     facts = cpu_facts()
@@ -106,10 +113,7 @@ def test_a_switch_under_load_keeps_every_token(shared_memory: bool) -> None:
     setup = cpu_setup("tp1", facts=msgspec.structs.replace(facts, device=device), mode="static")
     pool = SimPool(setup)
     layouts = ["tp2", "tp1+tp1", "tp1", "tp2", "tp1"]
-    moves = [
-        (4.0 + 3 * i, lambda p, layout=layout: p.switcher.go(layout, reason="test", forced=True))
-        for i, layout in enumerate(layouts)
-    ]
+    moves = [(4.0 + 3 * i, partial(command, layout=layout, forced=True)) for i, layout in enumerate(layouts)]
     requests = traffic("poisson:3", 20)
     outcome = pool.run(requests, 120, at=moves)
     assert [s.outcome for s in outcome.switches] == ["committed"] * 5
@@ -124,13 +128,12 @@ def test_a_switch_under_load_keeps_every_token(shared_memory: bool) -> None:
 def test_a_cancelled_ramp_leaves_the_old_layout() -> None:
     pool = SimPool(cpu_setup("tp1", mode="static"))
     moves = [
-        (2.0, lambda p: p.switcher.go("tp2", reason="test", forced=False)),
-        (4.0, lambda p: p.switcher.go("tp1", reason="test", forced=False, cancel=True)),
+        (2.0, partial(command, layout="tp2")),
+        (4.0, lambda p: p.switcher.send(CancelSwitch("to tp2"))),
     ]
     requests = traffic("poisson:3", 10)
     outcome = pool.run(requests, 60, at=moves)
     assert [(s.to_layout, s.outcome) for s in outcome.switches] == [("tp2", "cancelled")]
     assert str(pool.switcher.observed) == "tp1"
-    assert not pool.switcher.bars
     assert len(outcome.finished) == len(requests)
     assert any(2 in r.degrees for r in requests)
