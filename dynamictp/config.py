@@ -46,6 +46,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     admin_port: int = 0
     api_key_file: str = ""
     admin_key_file: str = ""
+    metrics_alias: Literal["", "vllm"] = ""
     served_model_name: str = ""
     chat_template: str = ""
     generation_config: Literal["", "auto"] = ""

@@ -34,6 +34,7 @@ HELP = {
     "admin_port": "port for /admin and /metrics (not built yet)",
     "api_key_file": "file of API keys (not built yet)",
     "admin_key_file": "file of admin keys (not built yet)",
+    "metrics_alias": "show metrics a second time under the names of another server, for its dashboards",
     "served_model_name": "name of the model in the API",
     "chat_template": "file with a Jinja chat template that replaces the model's",
     "generation_config": "auto: take sampling defaults from the model",

@@ -39,7 +39,7 @@ class Admission:
         self._domains = domains
         self._state = RouteState()
 
-    def admit(self, waiting: WaitingQueue) -> None:
+    def admit(self, waiting: WaitingQueue, now: float) -> None:
         """Give domains as many waiting requests as their next step can start on."""
         if not waiting:
             return
@@ -62,6 +62,7 @@ class Admission:
                 continue
             waiting.remove(request)
             self._bind(request, domain, hits)
+            request.admitted_s = request.admitted_s or now
             backlog[domain] += len(request.tokens) - request.planned
 
     def handover(self, request: Request) -> Domain | None:

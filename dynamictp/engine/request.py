@@ -42,7 +42,8 @@ class Request:
     """
 
     __slots__ = (
-        "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at", "crashes",
+        "admitted_s", "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at",
+        "crashes",
         "deadline_s", "detach", "domain", "entered", "handovers", "id", "in_flight", "keys", "limit",
         "model", "pending", "planned", "priority", "prompt_len", "prompts_from", "recomputes", "resumed",
         "row", "sampling", "sent_blocks", "served", "stop_ids", "tokens", "tp_max", "tp_min",
@@ -63,6 +64,8 @@ class Request:
         self.model = message.model
         self.priority = message.priority
         self.arrival_s = message.arrival_s
+        self.admitted_s = 0.0
+        """When a domain first took it; 0 while none did."""
         self.deadline_s = message.deadline_s
 
         self.domain: Domain | None = None

@@ -16,6 +16,7 @@ from dynamictp.messages import (
     CancelRequest,
     Outputs,
     PromptLogprobs,
+    Queued,
     RequestEnd,
     RowPromptLogprobs,
     RowToken,
@@ -51,6 +52,7 @@ class RequestBook:
         self._tokens: list[TokenEvent] = []
         self._ends: list[RequestEnd] = []
         self._prompts: list[PromptLogprobs] = []
+        self._queued: list[Queued] = []
 
     # ------------------------------------------------------------ from the server
 
@@ -103,8 +105,8 @@ class RequestBook:
         """Everything since the last call, in order; None for nothing."""
         if not (self._tokens or self._ends or self._prompts):
             return None
-        outputs = Outputs(tuple(self._tokens), tuple(self._ends), tuple(self._prompts))
-        self._tokens, self._ends, self._prompts = [], [], []
+        outputs = Outputs(tuple(self._tokens), tuple(self._ends), tuple(self._prompts), tuple(self._queued))
+        self._tokens, self._ends, self._prompts, self._queued = [], [], [], []
         return outputs
 
     # ------------------------------------------------------------ results
@@ -155,6 +157,9 @@ class RequestBook:
         request.tokens.append(token.token)
         served = request.served
         assert served is not None
+        if not position:
+            waited_s = max(0.0, request.admitted_s - request.arrival_s)
+            self._queued.append(Queued(request.id, request.attempt, waited_s))
         self._tokens.append(
             TokenEvent(request.id, request.attempt, position, token.token, served, token.logprobs)
         )

@@ -23,6 +23,7 @@ from dynamictp.messages import (
     EngineReady,
     Outputs,
     PromptLogprobs,
+    Queued,
     RequestEnd,
     SamplingParams,
     ServedBy,
@@ -32,6 +33,7 @@ from dynamictp.messages import (
     TokenEvent,
     WorkerLost,
 )
+from dynamictp.observe.requests import Finished, failure_of
 from dynamictp.server.engine_link import EngineLink
 from dynamictp.server.metrics import Metrics
 from dynamictp.transport import Link
@@ -82,6 +84,8 @@ class LiveRequest:
     past: ServedBy | None = None
     """What earlier attempts went through."""
     served: ServedBy | None = None
+    queued_s: float = 0.0
+    first_token_s: float = 0.0
     last_token_s: float = 0.0
 
 
@@ -224,6 +228,7 @@ class EngineClient:
         live = self._remove(request_id)
         if live is not None:
             self.send(CancelRequest(request_id, live.attempt))
+            self._metrics.requests.on_failure("cancelled")
 
     def resubmit_all(self) -> None:
         """After an engine restart: send every live request again, with what it emitted, as a new attempt."""
@@ -291,12 +296,17 @@ class EngineClient:
             live = self._current(part)
             if live is not None:
                 self._guarded(live, live.sink.on_prompt_logprobs, part)
+        for queued in outputs.queued:
+            live = self._current(queued)
+            if live is not None and not live.emitted:
+                live.queued_s = queued.seconds
+                self._metrics.requests.on_queued(queued.seconds)
         for event in outputs.tokens:
             self._on_token(event, now)
         for end in outputs.ends:
             self._on_end(end)
 
-    def _current(self, message: PromptLogprobs | TokenEvent | RequestEnd) -> LiveRequest | None:
+    def _current(self, message: PromptLogprobs | Queued | TokenEvent | RequestEnd) -> LiveRequest | None:
         live = self._live.get(message.request_id)
         return live if live is not None and message.attempt == live.attempt else None
 
@@ -310,9 +320,12 @@ class EngineClient:
         since = live.last_token_s if event.position else live.arrival_s
         self._metrics.on_token(event.served.domain, now - since, first=event.position == 0)
         live.last_token_s = now
+        if not event.position:
+            live.first_token_s = now
+            self._metrics.requests.on_first_token(live.prompt_len, now - live.arrival_s)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))
-            self._forget(live, "stop")
+            self._forget(live, Ended("stop"))
 
     def _on_end(self, end: RequestEnd) -> None:
         live = self._current(end)
@@ -330,13 +343,16 @@ class EngineClient:
         self._retire(live, ended)
 
     def _retire(self, live: LiveRequest, ended: Ended) -> None:
-        self._forget(live, ended.reason)
+        self._forget(live, ended)
         self._guarded(live, live.sink.on_end, ended)
 
-    def _forget(self, live: LiveRequest, reason: str) -> None:
-        if self._remove(live.request_id) is not None and reason != "error":
-            tp = live.served.tp if live.served is not None else 0
-            self._metrics.on_finish(reason, tp, self._clock.now() - live.arrival_s)
+    def _forget(self, live: LiveRequest, ended: Ended) -> None:
+        if self._remove(live.request_id) is None:
+            return
+        if ended.reason == "error":
+            self._metrics.requests.on_failure(failure_of(ended.status))
+        else:
+            self._metrics.requests.on_finish(_finished(live, ended, self._clock.now()))
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)
@@ -352,8 +368,26 @@ class EngineClient:
             log.exception("request %s: its output could not be handled", live.request_id)
             if self._remove(live.request_id) is not None:
                 self.send(CancelRequest(live.request_id, live.attempt))
+                self._metrics.requests.on_failure("error")
                 live.sink.on_end(Ended("error", message="internal error while producing the output"))
             return False
+
+
+def _finished(live: LiveRequest, ended: Ended, now: float) -> Finished:
+    served = merge_served(live.past, live.served)
+    return Finished(
+        reason=ended.reason,
+        arrival_s=live.arrival_s,
+        first_token_s=live.first_token_s,
+        last_token_s=live.last_token_s,
+        end_s=now,
+        prompt_tokens=live.prompt_len,
+        output_tokens=len(live.emitted),
+        tp=served.tp if served is not None else 0,
+        cached_tokens=ended.cached_tokens,
+        handovers=served.handovers if served is not None else 0,
+        recomputes=served.recomputes if served is not None else 0,
+    )
 
 
 def merge_served(past: ServedBy | None, served: ServedBy | None) -> ServedBy | None:

@@ -24,6 +24,7 @@ from dynamictp.model.chat import ChatTemplate, template_from_file
 from dynamictp.model.load import open_model
 from dynamictp.model.source import ModelSource
 from dynamictp.model.weights import plan_weights
+from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
 from dynamictp.server.app import create_app
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
@@ -163,7 +164,7 @@ class _Launch:
         def device_info() -> dict[int, DeviceInfo]:
             return {d: DeviceInfo(plan.cores[d], supervisor.pid(d)) for d in range(plan.devices)}
 
-        return Service.create(
+        service = Service.create(
             model=config.model_name,
             tokenizer=source.tokenizer(),
             template=_template(config, source),
@@ -175,6 +176,15 @@ class _Launch:
             device_info=device_info,
             on_worker_lost=lambda lost: supervisor.kill_worker(lost.device, lost.incarnation, lost.reason),
         )
+        service.metrics.machine = MachineMetrics(
+            MachineSources(
+                processes=lambda: {"server": os.getpid(), "engine": supervisor.engine_pid},
+                devices=lambda: {d: Placed(supervisor.pid(d), plan.cores[d]) for d in range(plan.devices)},
+            )
+        )
+        if config.metrics_alias:
+            service.metrics.alias_model = service.model
+        return service
 
 
 class StopSignals:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamictp.messages import DeviceStatus, DomainStatus, Snapshot, StepTotals, SwitchStatus
+from dynamictp.messages import DeviceStatus, DomainStatus, SamplingParams, Snapshot, StepTotals, SwitchStatus
 from dynamictp.server.metrics import Metrics
-from tests.server.server_stack import Stack
+from dynamictp.testing.fake_engine import ScriptedError
+from tests.server.server_stack import Stack, running_stack
 
 FIRST_SET = {
     "dtp_num_requests_running",
@@ -51,7 +54,7 @@ async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:
     response = await stack.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     families = {family.name for family in text_string_to_metric_families(response.text)}
-    assert families == FIRST_SET
+    assert families >= FIRST_SET
     values = samples(response.text)
     assert values["dtp_request_success_total", (("finish_reason", "length"),)] == 3
     assert values["dtp_generation_tokens_total", (("domain", "tp1@0"),)] == 5
@@ -66,6 +69,32 @@ async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:
     assert values["dtp_inter_token_latency_seconds_count", ()] == 4 + 2 * 2
     assert values["dtp_e2e_request_latency_seconds_count", ()] == 3
     assert values["dtp_kv_pages_total", (("device", "1"),)] == 512
+    assert values["dtp_prompt_tokens_total", ()] == 3 * 2
+    assert values["dtp_request_generation_tokens_sum", ()] == 5 + 2 * 3
+    assert values["dtp_tp_switches_in_flight", ()] == 0
+    assert values["dtp_domains", (("state", "serving"),)] == 1
+
+
+async def test_a_request_that_fails_counts_by_its_reason() -> None:
+    def script(prompt: Sequence[int], sampling: SamplingParams, position: int) -> int:
+        raise ScriptedError("bad luck")
+
+    async with running_stack(script) as stack:
+        assert (await stack.post("/v1/completions", prompt="hi")).status_code == 500
+        text = (await stack.http.get("/metrics")).text
+    values = samples(text)
+    assert values["dtp_request_failures_total", (("reason", "error"),)] == 1
+    assert values["dtp_request_failures_total", (("reason", "cancelled"),)] == 0
+
+
+def test_batch_efficiency_falls_when_requests_wait_beside_free_slots() -> None:
+    metrics = Metrics()
+    full = snapshot(DomainStatus("d1", 1, "", 1, 1, (0,), "serving"), running=6)
+    for limit, expected in ((6, 1.0), (8, 0.75), (64, 0.6)):
+        metrics.on_snapshot(msgspec.structs.replace(full, rows_limit=limit))
+        assert samples(metrics.render().decode())["dtp_batch_efficiency_ratio", ()] == pytest.approx(expected)
+    metrics.on_snapshot(msgspec.structs.replace(full, running=0, waiting=0))
+    assert samples(metrics.render().decode())["dtp_batch_efficiency_ratio", ()] == 1
 
 
 def test_the_parts_of_steps_add_up() -> None:
