@@ -95,6 +95,12 @@ def _collect_cores(devices: Mapping[int, Placed]) -> Iterator[Metric]:
             for device, placed in devices.items()
         ),
     )
+    pool = {core for placed in devices.values() for core in placed.cores if core < len(busy)}
+    yield counter(
+        "dtp_pool_cores_busy_seconds",
+        "The same over all devices' cores, each counted once. How much is left of the machine?",
+        sum(busy[core] for core in pool),
+    )
     yield counter(
         "dtp_node_cpu_steal_seconds",
         "Time the hypervisor gave our cores to others. Is the machine what it says it is?",
