@@ -10,6 +10,7 @@ from dynamictp import __version__
 from dynamictp.cli.bench import bench
 from dynamictp.cli.calibrate import calibrate
 from dynamictp.cli.diagnose import diagnose_command
+from dynamictp.cli.export import export
 from dynamictp.cli.layout import layout
 from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
@@ -30,6 +31,7 @@ cli.add_command(plan)
 cli.add_command(calibrate)
 cli.add_command(bench)
 cli.add_command(diagnose_command)
+cli.add_command(export)
 
 
 def main() -> None:

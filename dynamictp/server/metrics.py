@@ -30,6 +30,9 @@ from dynamictp.observe.families import (
 from dynamictp.observe.machine import MachineMetrics
 from dynamictp.observe.requests import RequestMetrics
 
+OUTCOMES = ("committed", "noop", "failed", "cancelled", "rolled_back")
+"""Ends of switches; a closed one counts as committed."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -46,6 +49,7 @@ class Metrics(Collector):
         self._switches: Counter[tuple[str, str, str, str]] = Counter()
         self._phases: dict[str, Histogram] = {}
         self._switch_seen: dict[str, set[str]] = {}
+        self._outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._open: set[str] = set()
         self._moved: Counter[str] = Counter({"handover": 0, "recompute": 0})
         self._ttft = Histogram(TTFT_S)
@@ -89,6 +93,7 @@ class Metrics(Collector):
             seen.add("outcome")
             outcome = "committed" if status.outcome == "closed" else status.outcome
             self._switches[status.from_layout, status.to_layout, status.reason, outcome] += 1
+            self._outcomes[outcome] += 1
         if status.outcome == "closed" and "closed" not in seen:
             seen.add("closed")
             self._moved["handover"] += status.handovers
@@ -275,6 +280,12 @@ class Metrics(Collector):
             "Switches by outcome. How often does the layout change, why, and does it work?",
             ["from", "to", "reason", "outcome"],
             self._switches.items(),
+        )
+        yield counters(
+            "dtp_tp_switch_outcomes",
+            "The same by outcome only, there from the start on. Did a switch fail, do they come too often?",
+            ["outcome"],
+            (((outcome,), count) for outcome, count in self._outcomes.items()),
         )
         yield gauge(
             "dtp_tp_switches_in_flight", "Switches without an outcome. Is one stuck?", len(self._open)
