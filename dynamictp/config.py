@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from dynamictp.control.config import ControlConfig, build_control
 from dynamictp.errors import ConfigError, LayoutRefused
 from dynamictp.layout import parse_layout
 
@@ -54,6 +55,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     hang_s: float = 2.0
     crash_budget: int = 20
     drain_s: float = 30.0
+    calibration: str = ""
+    control: ControlConfig = ControlConfig()
+    """In files and flags its fields stand beside the others."""
 
     @property
     def model_name(self) -> str:
@@ -61,10 +65,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.served_model_name or Path(self.model).name
 
 
-NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "mode": ("dynamic", "dry-run"),
-    "numerics": ("fast",),
-}
+NOT_BUILT: dict[str, tuple[object, ...]] = {"numerics": ("fast",)}
 """Values that the public contract names and this version refuses."""
 
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -101,13 +102,33 @@ def build_config(flags: dict[str, Any], file: str | None = None) -> ServeConfig:
     merged: dict[str, Any] = {}
     if file is not None:
         merged.update(_read_file(file))
+    slo = {**(_mapping(merged, "slo")), **flags.get("slo", {})}
     merged.update(flags)
+    if slo:
+        merged["slo"] = slo
+    control = {key: merged.pop(key) for key in ControlConfig.__struct_fields__ if key in merged}
+    if "control" in merged:
+        raise ConfigError("configuration: 'control' is no key; its parameters stand beside the others")
     try:
-        config = msgspec.convert(merged, ServeConfig)
+        config = msgspec.convert({**merged, "control": build_control(control)}, ServeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}".replace("`$.", "`").replace("- at `$`", "")) from error
     _check(config)
     return config
+
+
+def to_yaml(config: ServeConfig) -> str:
+    """As a file that gives the same configuration."""
+    values = msgspec.to_builtins(config)
+    values |= values.pop("control")
+    return msgspec.yaml.encode(values).decode()
+
+
+def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
+    value = values.get(key) or {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"configuration: '{key}' must be a mapping, such as {key}: {{ttft_p99_s: 2}}")
+    return value
 
 
 def _read_file(path: str) -> dict[str, Any]:

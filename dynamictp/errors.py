@@ -9,6 +9,7 @@ DynamicTPError
 │   └── LayoutRefused       422, carries the legal layouts
 ├── CapacityError           429 / 503 with Retry-After
 ├── SwitchConflict          409, a switch is in flight
+├── LeaseConflict           409, carries the free devices
 ├── DomainError             retried inside, never seen by a client
 │   ├── CommunicatorBroken  aborted, closed, or past its deadline
 │   └── ProtocolError       version or sequence gap
@@ -88,6 +89,17 @@ class SwitchConflict(DynamicTPError):
         super().__init__(message)
         self.message = message
         self.switch_id = switch_id
+
+
+class LeaseConflict(DynamicTPError):
+    """Devices are leased, or in use and can't be. `free` lists those that may be leased."""
+
+    status = 409
+
+    def __init__(self, message: str, *, free: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.message = message
+        self.free = free
 
 
 class DomainError(DynamicTPError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -151,8 +151,14 @@ def _terms(text: str) -> Iterable[tuple[Shape, int, tuple[int, ...] | None]]:
         yield shape, int(match["count"] or 1), devices
 
 
-def place(spec: LayoutSpec, devices: int, live: Sequence[PlacedShape]) -> Layout:
-    """Put `spec` on devices 0..`devices`-1, keeping live domains where they are.
+def place(
+    spec: LayoutSpec,
+    devices: int,
+    live: Sequence[PlacedShape],
+    *,
+    leased: Collection[int] = (),
+) -> Layout:
+    """Put `spec` on devices 0..`devices`-1 without the `leased` ones, keeping live domains where they are.
 
     `live` lists the domains to keep when the spec has their shape, the most wanted first (serving before
     draining, so a draining one is revived). The remaining shapes take the free devices in order, widest
@@ -160,9 +166,13 @@ def place(spec: LayoutSpec, devices: int, live: Sequence[PlacedShape]) -> Layout
     """
     if spec.devices > devices:
         raise LayoutRefused(f"{spec} takes {spec.devices} devices; the pool has {devices}")
+    if spec.devices > devices - len(leased):
+        raise LayoutRefused(
+            f"{spec} takes {spec.devices} devices; {len(leased)} of the pool's {devices} are leased"
+        )
     wanted = Counter(spec.shapes)
     kept: list[PlacedShape] = []
-    taken: set[int] = set()
+    taken: set[int] = set(leased)
     for domain in live:
         if wanted[domain.shape] and taken.isdisjoint(domain.devices) and max(domain.devices) < devices:
             wanted[domain.shape] -= 1

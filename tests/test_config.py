@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamictp.config import GIB, build_config, is_loopback, parse_size
+from dynamictp.config import GIB, build_config, is_loopback, parse_size, to_yaml
 from dynamictp.errors import ConfigError
 
 
@@ -25,7 +25,12 @@ def test_flag_over_file_over_default(tmp_path: Path) -> None:
         ("- port", "mapping"),
         ("port: [", "YAML"),
         ("models: []", "models"),
-        ("mode: dynamic", "dynamic"),
+        ("mode: automatic", "automatic"),
+        ("shrink_after_s: -1", "shrink_after_s"),
+        ("slo: 5", "slo"),
+        ("slo: {ttft: 5}", "ttft"),
+        ("shrink_load: 0.7", "shrink_load"),
+        ("control: {}", "beside the others"),
         ("weights: int4", "int4"),
         ("numerics: fast", "fast"),
         ("layout: tp0x", "tp0x"),
@@ -76,3 +81,20 @@ def test_loopback() -> None:
     assert is_loopback("localhost")
     assert not is_loopback("0.0.0.0")
     assert not is_loopback("example.org")
+
+
+def test_parameters_of_the_control_plane_stand_beside_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "mode: dynamic\nshrink_after_s: 20\nramp_steps: [0.5, 1]\n"
+        "slo: {ttft_p99_s: 3, tenants: {gold: {ttft_p99_s: 1}}}\n"
+    )
+    config = build_config({"min_interval_s": 1.0, "slo": {"tpot_p99_ms": 50.0}}, str(file))
+    control = config.control
+    assert (config.mode, control.shrink_after_s, control.min_interval_s) == ("dynamic", 20, 1)
+    assert control.ramp_steps == (0.5, 1.0)
+    assert (control.slo.ttft_p99_s, control.slo.tpot_p99_ms) == (3, 50)
+    assert control.slo.of(tenant="gold").ttft_p99_s == 1
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert build_config({}, str(again)) == config

@@ -12,6 +12,7 @@ from dynamictp.cli.calibrate import calibrate
 from dynamictp.cli.diagnose import diagnose_command
 from dynamictp.cli.export import export
 from dynamictp.cli.layout import layout
+from dynamictp.cli.lease import lease
 from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
 from dynamictp.errors import DynamicTPError, FatalError
@@ -27,6 +28,7 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(layout)
+cli.add_command(lease)
 cli.add_command(plan)
 cli.add_command(calibrate)
 cli.add_command(bench)

@@ -35,8 +35,12 @@ def show(url: str) -> None:
     observed, target = state["observed"], state["target"]
     pending = "" if _spec(target) == _spec(observed) else f" (target {target})"
     console.print(
-        f"mode {state['mode']}  layout {observed}{pending}  waiting {state['waiting']}", highlight=False
+        f"mode {state['mode']}  layout {observed}{pending}  waiting {state['waiting']}"
+        + ("  pinned" if state.get("pinned") else ""),
+        highlight=False,
     )
+    for bar in state.get("barred", ()):
+        console.print(f"{bar['layout']} is barred for {bar['for_s']:.0f} s", highlight=False)
     domains = Table("domain", "shape", "devices", "state", "running", "KV pages", box=None)
     for domain in state["domains"]:
         devices = ",".join(map(str, domain["devices"]))
@@ -45,7 +49,7 @@ def show(url: str) -> None:
             domain["id"], f"tp{domain['tp']}", devices, domain["state"], str(domain["running"]), pages
         )
     console.print(domains)
-    table = Table("device", "state", "cores", "pid", "domain", box=None)
+    table = Table("device", "state", "cores", "pid", "domain or lease", box=None)
     for device in state["devices"]:
         cores = ",".join(map(str, device.get("cores") or ()))
         table.add_row(
@@ -53,7 +57,7 @@ def show(url: str) -> None:
             device["state"],
             cores,
             str(device.get("pid") or ""),
-            str(device.get("domain") or "free"),
+            str(device.get("domain") or device.get("lease") or "free"),
         )
     console.print(table)
 
@@ -65,9 +69,10 @@ def show(url: str) -> None:
 @click.option(
     "--drain-deadline-s", type=float, help="how long old requests may stay before they are handed over"
 )
-def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None) -> None:
+@click.option("--ramp", is_flag=True, help="move requests step by step, and back if that is worse")
+def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None, *, ramp: bool) -> None:
     """Switch to LAYOUT, such as tp2 or tp1+tp1, with all requests running on."""
-    body: dict[str, Any] = {"layout": text, "wait": wait}
+    body: dict[str, Any] = {"layout": text, "wait": wait, "ramp": ramp}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
     switch = _call("PUT", url, body)["switch"]

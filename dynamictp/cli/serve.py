@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 import msgspec
 
-from dynamictp.config import ServeConfig, build_config
+from dynamictp.cli.control_options import control_flags, control_options
+from dynamictp.config import ServeConfig, build_config, to_yaml
 
 HELP = {
     "devices": "devices of the pool (default: usable cores / cores per device)",
@@ -42,6 +43,7 @@ HELP = {
     "hang_s": "seconds without progress after which a worker counts as hanging, unless its step is long",
     "crash_budget": "crashes of one process in ten minutes beyond which the server gives up",
     "drain_s": "seconds that running requests may take after SIGTERM",
+    "calibration": "file of `dynamictp calibrate`, from which the planner takes its first capacities",
 }
 
 
@@ -49,7 +51,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     """One option per field of the configuration; an option that is not given leaves the field alone."""
     hints = get_type_hints(ServeConfig)
     for field in reversed(msgspec.structs.fields(ServeConfig)):
-        if field.name == "model":
+        if field.name in {"model", "control"}:
             continue
         hint: Any = hints[field.name]
         flag = f"--{field.name.replace('_', '-')}"
@@ -69,16 +71,17 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command()
 @click.argument("model", required=False)
 @_options
+@control_options
 @click.option("--config", "file", type=click.Path(dir_okay=False), help="YAML file of these flags")
 @click.option("--print-config", is_flag=True, help="print the configuration in force and exit")
 def serve(model: str | None, file: str | None, print_config: bool, **flags: Any) -> None:
     """Serve MODEL: a folder (config.json, safetensors, tokenizer), a .gguf file, or `demo`."""
-    given = {key: value for key, value in flags.items() if value is not None}
+    given = control_flags({key: value for key, value in flags.items() if value is not None})
     if model is not None:
         given["model"] = model
     config = build_config(given, file)
     if print_config:
-        click.echo(msgspec.yaml.encode(config).decode(), nl=False)
+        click.echo(to_yaml(config), nl=False)
         return
     # From here to the event loop's own handlers: the import takes a second.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

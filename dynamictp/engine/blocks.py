@@ -55,9 +55,9 @@ class BlockPool:
                 raise RuntimeError("an evicted block did not make room for one")
         return Block(pages)
 
-    def match(self, keys: Sequence[bytes]) -> list[Block]:
-        """The longest cached chain of blocks, not yet referenced."""
-        return self._cache.match(keys) if self._caching else []
+    def match(self, keys: Sequence[bytes], *, trials: bool = True) -> list[Block]:
+        """The longest cached chain of blocks, not yet referenced; up to one on trial unless `trials`."""
+        return self._cache.match(keys, trials=trials) if self._caching else []
 
     def share(self, block: Block) -> None:
         """Add a reference to a block found by `match`."""
@@ -65,10 +65,18 @@ class BlockPool:
             self._cache.referenced(block)
         block.refs += 1
 
-    def enter(self, block: Block, key: bytes, parent: Block | None) -> None:
-        """Offer a filled block to the cache."""
+    def enter(self, block: Block, key: bytes, parent: Block | None, *, trial: bool = False) -> None:
+        """Offer a filled block to the cache. `trial`: a ramp still watches the domain that filled it."""
         if self._caching:
-            self._cache.enter(block, key, parent)
+            self._cache.enter(block, key, parent, trial=trial)
+
+    def end_trial(self, *, accept: bool) -> None:
+        """The ramp is over: trust what its new domains computed, or forget it."""
+        if accept:
+            self._cache.accept_trials()
+            return
+        for block in self._cache.discard_trials():
+            self._pages.free(block.pages)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one reference to each block of a sequence, the last one first."""

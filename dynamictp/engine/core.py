@@ -15,7 +15,7 @@ from dynamictp.engine.layouts import LayoutManager
 from dynamictp.engine.request import Detach, Request
 from dynamictp.engine.requests import RequestBook
 from dynamictp.engine.scheduler import Limits, Scheduler
-from dynamictp.engine.snapshot import StepCost, StepLedger, make_snapshot
+from dynamictp.engine.snapshot import StepCost, StepLedger, StepMeasures, make_snapshot
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.turns import Turns
 from dynamictp.engine.watch import HELLO_AGAIN_S, HELLO_S, LOOK_S, Watch
@@ -30,12 +30,15 @@ from dynamictp.messages import (
     DomainProven,
     EngineReady,
     EngineStart,
+    SetDevices,
     SetLayout,
     Shutdown,
     Snapshot,
+    StepMeasure,
     StepResult,
     SubmitRequest,
     SwitchStatus,
+    Waiting,
     WorkerGone,
     WorkerHello,
     WorkerStarted,
@@ -68,9 +71,11 @@ class EngineCore:
         limits = Limits(arena.page_tokens, start.max_batched_tokens, start.max_step_ms)
         self._cap = DYNAMIC_CAP if start.mode == "dynamic" else 1.0
         self._context = min(context, self.pool.total * arena.page_tokens)
-        self._admission = Admission(self.pool, arena.page_tokens, start.max_batched_tokens, self._live)
-        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover)
         self._times = StepTimes()
+        self._admission = Admission(
+            self.pool, arena.page_tokens, start.max_batched_tokens, self._times, self._live
+        )
+        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover)
         self._turns = Turns()
         self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
         control = control or NullControlWords()
@@ -89,13 +94,17 @@ class EngineCore:
             lost=self.to_server.append,
         )
         try:
-            self.layouts = LayoutManager(start, self.fleet, self.book, clock, self._on_status)
+            self.layouts = LayoutManager(
+                start, self.fleet, self.book, clock, times=self._times, emit=self._on_status
+            )
         except LayoutRefused as error:
             raise ConfigError(f"layout {start.layout}: {error.message}") from error
+        self._admission.sides = self.layouts
         if len(self.layouts.observed.domains) > start.comm_slots:
             raise ConfigError(f"layout {start.layout} needs more than {start.comm_slots} communicator slots")
         self._cost = StepCost()
         self._ledger = StepLedger()
+        self._measures = StepMeasures()
         self._ready = False
         self._next_snapshot_s = self._next_look_s = clock.now()
         if start.incarnation > 1:
@@ -117,6 +126,8 @@ class EngineCore:
                 self.layouts.set_layout(body)
             case CancelSwitch():
                 self.layouts.cancel(body)
+            case SetDevices():
+                self.layouts.set_devices(body)
             case Shutdown():
                 self._stop_at = self._clock.now() + body.drain_s
             case WorkerGone():
@@ -187,7 +198,7 @@ class EngineCore:
             self.to_server.append(outputs)
         if now >= self._next_snapshot_s:
             self._next_snapshot_s = now + SNAPSHOT_S
-            self.to_server.append(self.snapshot())
+            self.to_server.append(self.snapshot(self._measures.take()))
         if self._stop_at is not None:
             self.finished = not self.book.live or now >= self._stop_at
         self._cost.turn_took(thread_time() - began)
@@ -202,17 +213,37 @@ class EngineCore:
         ]
         return min(deadline for deadline in deadlines if deadline is not None)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, measures: tuple[StepMeasure, ...] = ()) -> Snapshot:
         return make_snapshot(
             self.start,
             self.fleet,
             self.book,
             time_s=self._clock.now(),
-            layout=str(self.layouts.observed.spec),
+            layout=self.layouts.observed,
+            leased=self.layouts.targets.leased,
             prefix=(self._admission.hits, self._admission.queries),
             max_model_len=self.max_model_len,
             step_engine_us=self._cost.median_us,
             steps=self._ledger.totals,
+            queue=self._queue(),
+            measures=measures,
+        )
+
+    def _queue(self) -> Waiting:
+        waiting = list(self.book.waiting)
+        if not waiting:
+            return Waiting()
+        size = self.start.arena.page_tokens
+        largest = max(-(-len(request.tokens) // size) for request in waiting)
+        held = max((d.quota for d in self._live() if d.state == "serving"), default=0)
+        quota = quota_rule(self.pool.total, self.start.devices, self._cap)
+        wider = (
+            d for d in sorted(self.start.legal_degrees) if d <= self.start.devices and quota(d) >= largest
+        )
+        return Waiting(
+            sum(len(request.tokens) for request in waiting),
+            min(request.arrival_s for request in waiting),
+            next(wider, 0) if held and largest > held else 0,
         )
 
     @property
@@ -279,11 +310,14 @@ class EngineCore:
         except ProtocolError as error:
             self._fail(domain, str(error))
             return
-        self.layouts.on_progress()
+        self.layouts.on_completed(domain, record, result)
         self._turns.completed(domain, record, result.seconds)
         self.fleet.worked(domain, result.seconds)
         self._ledger.add(domain, record, result)
         domain.busy = bool(domain.in_flight)
+        if self.start.mode != "static":
+            busy = {device for other in self._live() if not other.empty for device in other.devices}
+            self._measures.add(domain, record, result, len(busy.union(domain.devices)))
         if record.alone:
             self._times.measured(domain.tp, record.decode_rows, record.prefill_tokens, result.seconds * 1e3)
         self._cost.step_took(thread_time() - began)

@@ -88,6 +88,8 @@ class Domain:
     """Blocks that steps of the failed domain may still touch."""
     virtual_s: float = 0.0
     """Device seconds used, for the turns of domains that share a device."""
+    trial: bool = False
+    """It serves on the new side of a ramp, which may still take it back."""
     tokens_total: int = 0
     handovers: int = 0
     recomputes: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from dynamictp.clock import Clock
 from dynamictp.engine.comms import ABORTED, FREE, LIVE, CommunicatorPool, ControlWords, Key
@@ -67,10 +67,9 @@ class Fleet:
         there = start.workers or (1,) * start.devices
         self._unheard = {device for device, incarnation in enumerate(there) if incarnation}
 
-    @property
-    def complete(self) -> bool:
-        """Every device has a worker."""
-        return len(self.incarnations) == self.devices
+    def complete(self, without: Collection[int] = ()) -> bool:
+        """Every device has a worker, or is one of `without`."""
+        return all(device in self.incarnations or device in without for device in range(self.devices))
 
     def has_workers(self, devices: Iterable[int]) -> bool:
         """Each of the devices has a worker."""

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
 from dynamictp.clock import Clock
-from dynamictp.engine.domain import Domain
+from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.fleet import Fleet
-from dynamictp.engine.request import Detach
+from dynamictp.engine.placing import Targets, keepable, missing, surplus
+from dynamictp.engine.probe import Prober
+from dynamictp.engine.ramp import Ramp
+from dynamictp.engine.request import Detach, Request
 from dynamictp.engine.requests import RequestBook
+from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.switch import Outcome, Switch
 from dynamictp.errors import FatalError, LayoutRefused
-from dynamictp.layout import Layout, LayoutSpec, PlacedShape, Shape, legal_specs, parse_layout, place
+from dynamictp.layout import Layout
 from dynamictp.messages import (
     CancelSwitch,
     DomainOpened,
     DomainProven,
     EngineStart,
+    SetDevices,
     SetLayout,
+    StepResult,
     SwitchStatus,
 )
+
+log = logging.getLogger(__name__)
 
 REMEMBERED_SWITCHES = 256
 REBUILD_BACKOFF_S = 0.05
@@ -42,14 +51,19 @@ class LayoutManager:
         fleet: Fleet,
         book: RequestBook,
         clock: Clock,
+        *,
+        times: StepTimes,
         emit: Callable[[SwitchStatus], None],
     ) -> None:
+        """`times`: step times measured so far, which a ramp judges by."""
         self._fleet = fleet
         self._book = book
         self._clock = clock
-        self._model = start.model
-        self._legal = start.legal_degrees
         self._emit = emit
+        self._ramp_settings = start.ramp
+        self._times = times
+        self._prober = Prober(book, start.facts.vocab)
+        self.targets = Targets(start.model, start.devices, start.legal_degrees, start.leased)
         self.observed = self.target(start.layout)
         self.started = False
         """Some layout serves, or has."""
@@ -64,26 +78,13 @@ class LayoutManager:
     @property
     def settled(self) -> bool:
         """No switch and no drain is under way, and the observed layout serves."""
-        return self._current is None and not self._drains and not self._missing(self.observed)
+        return self._current is None and not self._drains and not missing(self._fleet, self.observed)
 
     # ------------------------------------------------------------ commands
 
     def target(self, text: str) -> Layout:
         """The placed layout that a text asks for. Raises `LayoutRefused`."""
-        devices = self._fleet.devices
-        legal = tuple(map(str, legal_specs(self._legal, devices)))
-        try:
-            named = parse_layout(text)
-            if isinstance(named, Layout):
-                layout = Layout(tuple(PlacedShape(self._shape(d.shape), d.devices) for d in named.domains))
-            else:
-                spec = LayoutSpec(tuple(map(self._shape, named.shapes)))
-                layout = place(spec, devices, [domain.placed for domain in self._keepable()])
-        except LayoutRefused as error:
-            raise LayoutRefused(error.message, legal=legal) from error
-        if any(device >= devices for device in layout.devices):
-            raise LayoutRefused(f"{layout} names a device beyond {devices - 1}", legal=legal)
-        return layout
+        return self.targets.parse(text, [domain.placed for domain in keepable(self._fleet)])
 
     def set_layout(self, command: SetLayout) -> None:
         """Begin a switch. A known id gets its latest status again; a refused one a status `failed`."""
@@ -94,8 +95,9 @@ class LayoutManager:
         now = self._clock.now()
         running = self._current
         switch = Switch(
-            command.switch_id, self.observed, self.observed, command.reason, command.drain_deadline_s, now
-        )
+            command.switch_id, self.observed, self.observed, command.reason, command.drain_deadline_s, now,
+            ramped=command.ramp or command.forced, forced=command.forced, settings=command.settings,
+        )  # fmt: skip
         try:
             switch.target = self.target(command.layout)
         except LayoutRefused as error:
@@ -108,7 +110,7 @@ class LayoutManager:
         if running is not None:
             self._abandon(running, "cancelled", "another layout was asked for")
         self._compare(switch)
-        if not (switch.opening or switch.reviving or self._surplus(switch)):
+        if not (switch.opening or switch.reviving or surplus(self._fleet, switch.target)):
             switch.outcome, switch.phase = "noop", "close"
             self.observed = switch.target
             self._report(switch)
@@ -116,11 +118,20 @@ class LayoutManager:
         self._current = switch
         self._report(switch)
 
+    def set_devices(self, command: SetDevices) -> None:
+        """Devices are leased or returned. One that the layout has is kept all the same: requests come first,
+        and the next snapshot says so."""
+        busy = self.observed.devices | (self._current.target.devices if self._current else frozenset())
+        leased = frozenset(command.leased)
+        if busy & leased:
+            log.error("devices %s are leased and in use: %s", sorted(busy & leased), self.observed)
+        self.targets.leased = leased - busy
+
     def cancel(self, command: CancelSwitch) -> None:
         """Take a switch back before its commit; later only its status is sent again."""
         current = self._current
         if current is not None and current.id == command.switch_id:
-            self._abandon(current, "cancelled", None)
+            self._take_back(current, "cancelled", None)
         elif command.switch_id in self._statuses:
             self._emit(self._statuses[command.switch_id])
 
@@ -155,13 +166,30 @@ class LayoutManager:
                 current.reviving.remove(domain)
             else:
                 current.opening.remove(domain)
-            self._abandon(current, "failed", error)
+            self._take_back(current, "failed", error, distrust=not worker_lost)
         if not worker_lost and not self.started and self._failures >= START_ATTEMPTS:
             raise FatalError(f"the first layout {self.observed} does not open: {error}")
 
-    def on_progress(self) -> None:
+    def on_completed(self, domain: Domain, record: PlanRecord, result: StepResult) -> None:
         """A step is complete: what failed before is no sign any more."""
         self._failures = 0
+        if self._ramp is not None:
+            self._ramp.completed(domain, record, result)
+
+    # ------------------------------------------------------------ sides of a ramp
+
+    @property
+    def _ramp(self) -> Ramp | None:
+        return self._current.ramp if self._current is not None else None
+
+    def choices(self, request: Request, domains: list[Domain], blocks: int) -> list[list[Domain]]:
+        """The serving domains in the order in which they may take the request: its side of a ramp first."""
+        return [domains] if self._ramp is None else self._ramp.choices(request, domains, blocks)
+
+    def bound(self, domain: Domain) -> None:
+        """A request was admitted to a domain."""
+        if self._ramp is not None:
+            self._ramp.bound(domain)
 
     # ------------------------------------------------------------ every turn
 
@@ -179,7 +207,6 @@ class LayoutManager:
         could be)."""
         now = self._clock.now()
         for switch in self._committed:
-            switch.phases_ms["ramp"] = 0.0
             switch.finish_phase("commit", now)
             switch.outcome = "committed"
             self._report(switch)
@@ -189,8 +216,14 @@ class LayoutManager:
 
     def next_deadline(self) -> float | None:
         deadlines = [d.drain_deadline_s for d in self._draining() if d.running]
-        if self._current is None and self._clock.now() < self._rebuild_at and self._missing(self.observed):
+        if (
+            self._current is None
+            and self._clock.now() < self._rebuild_at
+            and missing(self._fleet, self.observed)
+        ):
             deadlines.append(self._rebuild_at)
+        if self._ramp is not None:
+            deadlines.append(self._ramp.deadline_s)
         return min(deadlines, default=None)
 
     # ------------------------------------------------------------ phases
@@ -201,8 +234,13 @@ class LayoutManager:
             self._report(switch)
         if switch.phase == "proof" and all(domain.state == "ready" for domain in switch.opening):
             switch.finish_phase("proof", now)
-            switch.phase = "commit"
-            self._commit(switch, now)
+            switch.phases_ms["ramp"] = 0.0
+            if switch.ramped and (switch.opening or switch.reviving):
+                self._begin_ramp(switch, now)
+            else:
+                self._commit(switch, now)
+        if switch.phase == "ramp" and switch.ramp is not None:
+            self._advance_ramp(switch, switch.ramp, now)
 
     def _prepare(self, switch: Switch, now: float) -> bool:
         """Views, then communicators, in the background of what runs. True once all members have them and
@@ -226,7 +264,7 @@ class LayoutManager:
 
     def _free_slots(self, switch: Switch, now: float) -> None:
         """Communicators wait for slots: hand over at once what drains, and give up if nothing does."""
-        if not self._fleet.complete:
+        if not self._fleet.complete(self.targets.leased):
             return
         held = [d for d in self._fleet.domains.values() if d not in switch.opening]
         held = [d for d in held if d.state in {"draining", "closed", "failed"} and d not in switch.reviving]
@@ -235,7 +273,45 @@ class LayoutManager:
         if not held:
             self._abandon(switch, "failed", f"no {len(switch.opening)} communicator slots are free")
 
-    def _commit(self, switch: Switch, now: float) -> None:
+    def _begin_ramp(self, switch: Switch, now: float) -> None:
+        """The new domains serve on trial. The layout stays the old one until the ramp is done."""
+        old = [domain for domain in self._fleet.live() if domain.state == "serving"]
+        self._serve(switch)
+        new = [*switch.opening, *switch.reviving]
+        for domain in new:
+            domain.trial = True
+        settings = switch.settings or self._ramp_settings
+        switch.ramp = Ramp(
+            settings,
+            new=new,
+            retiring=surplus(self._fleet, switch.target),
+            probe=self._prober.begin(switch.id, switch.opening, old, now + settings.probe_s),
+            times=self._times.copy(),
+            forced=switch.forced,
+        )
+        switch.phase = "ramp"
+        self._report(switch)
+
+    def _advance_ramp(self, switch: Switch, ramp: Ramp, now: float) -> None:
+        share = ramp.share
+        regression = ramp.advance(now)
+        if regression is not None:
+            self._take_back(switch, "rolled_back", regression.reason, distrust=regression.distrust)
+        elif ramp.done:
+            switch.finish_phase("ramp", now)
+            self._end_trial(switch, accept=True)
+            self._commit(switch, now)
+        elif ramp.share != share:
+            self._report(switch)
+
+    def _end_trial(self, switch: Switch, *, accept: bool) -> None:
+        for domain in (*switch.opening, *switch.reviving):
+            domain.trial = False
+        self._book.pool.end_trial(accept=accept)
+        switch.ramp = None
+
+    def _serve(self, switch: Switch) -> None:
+        """The new domains take requests."""
         for domain in switch.opening:
             domain.become("serving")
         for domain in switch.reviving:
@@ -245,15 +321,23 @@ class LayoutManager:
             for earlier in (*self._drains, *self._committed):
                 if domain in earlier.retiring:
                     earlier.retired(domain)
-        switch.retiring = self._surplus(switch)
-        for domain in switch.retiring:
-            domain.become("draining")
-            domain.drain_deadline_s = now + switch.drain_deadline_s
-            domain.handovers = domain.recomputes = 0
+
+    def _commit(self, switch: Switch, now: float) -> None:
+        if switch.phase != "ramp":
+            self._serve(switch)
+        switch.phase = "commit"
+        switch.retiring = surplus(self._fleet, switch.target)
+        self._retire(switch.retiring, now + switch.drain_deadline_s)
         self.observed = switch.target
         self.started = True
         self._current = None
         self._committed.append(switch)
+
+    def _retire(self, domains: list[Domain], deadline_s: float) -> None:
+        for domain in domains:
+            domain.become("draining")
+            domain.drain_deadline_s = deadline_s
+            domain.handovers = domain.recomputes = 0
 
     def _drain(self, now: float) -> None:
         for domain in self._draining():
@@ -275,6 +359,12 @@ class LayoutManager:
         for domain in tuple(switch.retiring):
             if domain.epoch not in self._fleet.domains:
                 switch.retired(domain)
+        if switch.phase == "rollback":
+            if not switch.retiring:
+                switch.finish_phase("rollback", now)
+                self._drains.remove(switch)
+                self._report(switch)
+            return
         if switch.phase == "drain" and all(domain.state != "draining" for domain in switch.retiring):
             switch.finish_phase("drain", now)
             switch.phase = "close"
@@ -287,10 +377,10 @@ class LayoutManager:
     def _rebuild(self, now: float) -> None:
         """Open what the observed layout misses: at the start once all workers are there, later whatever has
         its workers."""
-        missing = self._missing(self.observed)
-        if now < self._rebuild_at or not any(self._fleet.has_workers(placed.devices) for placed in missing):
+        absent = missing(self._fleet, self.observed)
+        if now < self._rebuild_at or not any(self._fleet.has_workers(placed.devices) for placed in absent):
             return
-        if not self.started and not self._fleet.complete:
+        if not self.started and not self._fleet.complete(self.targets.leased):
             return
         if any(domain.state == "failed" for domain in self._fleet.domains.values()):
             return
@@ -298,6 +388,30 @@ class LayoutManager:
         self._compare(switch)
         switch.opening = [d for d in switch.opening if self._fleet.has_workers(d.devices)]
         self._current = switch
+
+    def _take_back(
+        self, switch: Switch, outcome: Outcome, error: str | None, *, distrust: bool = False
+    ) -> None:
+        """Take an uncommitted switch back, in mid-ramp too: the old side takes the new one's requests over,
+        or (`distrust`) computes them again."""
+        if switch.ramp is None:
+            self._abandon(switch, outcome, error)
+            return
+        now = self._clock.now()
+        switch.ramp.stop()
+        self._end_trial(switch, accept=not distrust)
+        switch.finish_phase("ramp", now)
+        switch.phase, switch.outcome, switch.error = "rollback", outcome, error
+        if outcome == "failed":
+            switch.outcome = "rolled_back"
+        switch.retiring = [d for d in (*switch.opening, *switch.reviving) if d.state == "serving"]
+        self._retire(switch.retiring, now)
+        for domain in switch.retiring if distrust else ():
+            for request in tuple(domain.running):
+                self._book.detach(request, Detach.RECOMPUTE)
+        self._current = None
+        self._drains.append(switch)
+        self._report(switch)
 
     def _abandon(self, switch: Switch, outcome: Outcome, error: str | None) -> None:
         """Take an uncommitted switch back: the layout stays as it was."""
@@ -312,37 +426,13 @@ class LayoutManager:
 
     def _compare(self, switch: Switch) -> None:
         """What the target needs opened and revived. Domains are made, not yet told to anyone."""
-        by_place = {domain.placed: domain for domain in reversed(self._keepable())}
+        by_place = {domain.placed: domain for domain in reversed(keepable(self._fleet))}
         for placed in switch.target.domains:
             domain = by_place.get(placed)
             if domain is None:
                 switch.opening.append(self._fleet.make(placed))
             elif domain.state == "draining":
                 switch.reviving.append(domain)
-
-    def _surplus(self, switch: Switch) -> list[Domain]:
-        """Serving domains that the target does not have."""
-        kept = set(switch.target.domains)
-        return [d for d in self._fleet.live() if d.state == "serving" and d.placed not in kept]
-
-    def _missing(self, layout: Layout) -> list[PlacedShape]:
-        """What of the layout no domain serves."""
-        served = {domain.placed for domain in self._fleet.live() if domain.state == "serving"}
-        return [placed for placed in layout.domains if placed not in served]
-
-    def _keepable(self) -> list[Domain]:
-        """Domains a target may keep: serving ones first, those with most requests first."""
-        live = [d for d in self._fleet.live() if d.state in {"serving", "draining"}]
-        return sorted(live, key=lambda d: (d.state != "serving", -len(d.running) - len(d.leaving)))
-
-    def _shape(self, shape: Shape) -> Shape:
-        if shape.pp > 1:
-            raise LayoutRefused(f"{shape}: pipeline stages (pp > 1) are not supported yet")
-        if shape.model not in {"", self._model}:
-            raise LayoutRefused(f"{shape}: model '{shape.model}' is not served here")
-        if shape.tp not in self._legal:
-            raise LayoutRefused(f"{shape}: degrees legal here are {', '.join(map(str, self._legal))}")
-        return Shape(shape.tp)
 
     def _report(self, switch: Switch) -> None:
         if not switch.id:

@@ -15,11 +15,11 @@ GROUP_PAGES = 8
 class Block:
     """One page per KV head for `page_tokens` tokens. `refs` counts the requests that name it.
 
-    The prefix cache owns `key`, `parent`, `children` and `used`; `key` is None for a block that is not in
-    the cache.
+    The prefix cache owns `key`, `parent`, `children`, `trial` and `used`; `key` is None for a block that is
+    not in the cache.
     """
 
-    __slots__ = ("children", "key", "pages", "parent", "refs", "used")
+    __slots__ = ("children", "key", "pages", "parent", "refs", "trial", "used")
 
     def __init__(self, pages: tuple[int, ...]) -> None:
         self.pages = pages
@@ -28,6 +28,8 @@ class Block:
         self.parent: Block | None = None
         self.children = 0
         self.used = 0
+        self.trial = False
+        """Computed by a domain that a ramp still watches."""
 
 
 class PageAllocator:

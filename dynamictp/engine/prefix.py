@@ -44,21 +44,23 @@ class PrefixCache:
         # a child; they are recognised when popped.
         self._leaves: list[tuple[int, int, Block]] = []
         self._uses = 0
+        self._trials: list[Block] = []
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def match(self, keys: Sequence[bytes]) -> list[Block]:
-        """The longest cached chain. The caller references its blocks before anything is evicted."""
+    def match(self, keys: Sequence[bytes], *, trials: bool = True) -> list[Block]:
+        """The longest cached chain, up to the first block on trial unless `trials`. The caller references its
+        blocks before anything is evicted."""
         found: list[Block] = []
         for key in keys:
             block = self._blocks.get(key)
-            if block is None:
+            if block is None or (block.trial and not trials):
                 break
             found.append(block)
         return found
 
-    def enter(self, block: Block, key: bytes, parent: Block | None) -> bool:
+    def enter(self, block: Block, key: bytes, parent: Block | None, *, trial: bool = False) -> bool:
         """Make a filled, referenced block findable. False when equal content is there already.
 
         `parent` is the block before it in the same sequence; it holds the eviction order only if it is in
@@ -71,7 +73,40 @@ class PrefixCache:
         if parent is not None and parent.key is not None:
             block.parent = parent
             parent.children += 1
+        if trial:
+            block.trial = True
+            self._trials.append(block)
         return True
+
+    def accept_trials(self) -> None:
+        """The domain that computed them is trusted from now on."""
+        for block in self._trials:
+            block.trial = False
+        self._trials.clear()
+
+    def discard_trials(self) -> list[Block]:
+        """Forget every block on trial, and what hangs on one. The idle ones among them, for their pages."""
+        # A trial block may have left the cache since, or come back as another domain's.
+        dropped = {block for block in self._trials if block.trial and block.key is not None}
+        self._trials.clear()
+        idle: list[Block] = []
+        for block in dropped:
+            assert block.key is not None
+            del self._blocks[block.key]
+            block.key, block.children, block.trial = None, 0, False
+            if not block.refs:
+                self.idle -= 1
+                idle.append(block)
+        for block in self._blocks.values():
+            if block.parent in dropped:
+                block.parent = None
+        for block in dropped:
+            parent, block.parent = block.parent, None
+            if parent is not None and parent not in dropped:
+                parent.children -= 1
+                if not parent.refs and not parent.children:
+                    self._push(parent)
+        return idle
 
     def referenced(self, block: Block) -> None:
         """An idle block got its first reference."""
@@ -92,7 +127,7 @@ class PrefixCache:
             if block.key is None or block.refs or block.children or block.used != used:
                 continue
             del self._blocks[block.key]
-            block.key = None
+            block.key, block.trial = None, False
             self.idle -= 1
             self.evictions += 1
             parent, block.parent = block.parent, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,23 @@ class Detach(Enum):
     CANCEL = "cancel"
     PREEMPT = "preempt"
     HANDOVER = "handover"
+    RECOMPUTE = "recompute"
+    """As a handover, but nothing that its domain computed is trusted."""
 
     @property
     def ends(self) -> bool:
         return self in {Detach.FINISH, Detach.CANCEL}
+
+
+@dataclass
+class Shadow:
+    """Output of a request that the engine sent itself. It never leaves the domain that it was given."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    end: str = ""
+    """Why it ended, empty before."""
+    error: str = ""
 
 
 class Request:
@@ -43,10 +57,10 @@ class Request:
 
     __slots__ = (
         "admitted_s", "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at",
-        "crashes",
-        "deadline_s", "detach", "domain", "entered", "handovers", "id", "in_flight", "keys", "limit",
-        "model", "pending", "planned", "priority", "prompt_len", "prompts_from", "recomputes", "resumed",
-        "row", "sampling", "sent_blocks", "served", "stop_ids", "tokens", "tp_max", "tp_min",
+        "crashes", "deadline_s", "detach", "domain", "entered", "finished", "handovers", "id", "in_flight",
+        "keys", "limit", "model", "pending", "planned", "priority", "prompt_len", "prompts_from",
+        "recomputes", "resumed", "row", "sampling", "sent_blocks", "served", "shadow", "stop_ids", "tokens",
+        "tp_max", "tp_min",
     )  # fmt: skip
 
     def __init__(self, message: SubmitRequest, age: int, max_len: int) -> None:
@@ -73,12 +87,15 @@ class Request:
         self.blocks: list[Block] = []
         self.sent_blocks = -1
         """Blocks the workers know of; -1 while they do not know the row."""
-        self.planned = 0
-        self.computed = 0
+        self.planned = self.computed = 0
         self.in_flight = 0
         self.pending = 0
         """Tokens that steps in flight will sample."""
         self.detach: Detach | None = None
+        self.finished = False
+        """It came to its end by a step, not by a cancel."""
+        self.shadow: Shadow | None = None
+        """Set for a request of the engine's own: who gets its output."""
         self.resumed = False
         """It ran before: it waits in front of those that did not."""
 
@@ -92,10 +109,8 @@ class Request:
 
         self.served: ServedBy | None = None
         """Where its latest step ran; None when that has to be made anew."""
-        self.tp_min = 0
-        self.tp_max = 0
-        self.handovers = 0
-        self.recomputes = 0
+        self.tp_min = self.tp_max = 0
+        self.handovers = self.recomputes = 0
         self.crashes = 0
         """Domains that failed while it ran, one after the other, without getting on in between."""
         self.crashed_at = 0

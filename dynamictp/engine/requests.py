@@ -9,7 +9,7 @@ from typing import Literal
 from dynamictp.engine.blocks import BlockPool
 from dynamictp.engine.domain import Domain, PlanRecord, RowWork
 from dynamictp.engine.pages import Block
-from dynamictp.engine.request import Detach, Request
+from dynamictp.engine.request import Detach, Request, Shadow
 from dynamictp.engine.waiting import WaitingQueue
 from dynamictp.errors import ProtocolError
 from dynamictp.messages import (
@@ -78,6 +78,15 @@ class RequestBook:
             self.waiting.add(request)
             if request.deadline_s is not None:
                 heapq.heappush(self._deadlines, (request.deadline_s, request.age, request))
+
+    def submit_shadow(self, message: SubmitRequest, domain: Domain) -> Request:
+        """Run a request of the engine's own on `domain`, which has a free row; no client hears of it."""
+        self._age += 1
+        request = Request(message, self._age, self.max_len)
+        request.shadow = Shadow()
+        self.live[request.id] = request
+        domain.attach(request)
+        return request
 
     def cancel(self, message: CancelRequest) -> None:
         request = self.live.get(message.request_id)
@@ -157,12 +166,16 @@ class RequestBook:
         request.tokens.append(token.token)
         served = request.served
         assert served is not None
-        if not position:
-            waited_s = max(0.0, request.admitted_s - request.arrival_s)
-            self._queued.append(Queued(request.id, request.attempt, waited_s))
-        self._tokens.append(
-            TokenEvent(request.id, request.attempt, position, token.token, served, token.logprobs)
-        )
+        if request.shadow is not None:
+            request.shadow.tokens.append(token.token)
+            request.shadow.logprobs.append(token.logprobs.logprob if token.logprobs else 0.0)
+        else:
+            if not position:
+                waited_s = max(0.0, request.admitted_s - request.arrival_s)
+                self._queued.append(Queued(request.id, request.attempt, waited_s))
+            self._tokens.append(
+                TokenEvent(request.id, request.attempt, position, token.token, served, token.logprobs)
+            )
         if token.token in request.stop_ids and position >= request.sampling.min_tokens:
             self._finish(request, "stop")
         elif len(request.tokens) >= request.limit:
@@ -180,9 +193,10 @@ class RequestBook:
         """Offer the blocks that completed steps have filled to the prefix cache."""
         full = request.computed // self._page_tokens
         keys = request.block_keys(full, self._page_tokens)
+        trial = request.domain is not None and request.domain.trial
         for index in range(request.entered, full):
             before = request.blocks[index - 1] if index else None
-            self.pool.enter(request.blocks[index], keys[index], before)
+            self.pool.enter(request.blocks[index], keys[index], before, trial=trial)
         request.entered = full
 
     # ------------------------------------------------------------ off a domain
@@ -236,7 +250,8 @@ class RequestBook:
     def _settle(self, request: Request, domain: Domain) -> None:
         """No step names the request any more: free its pages, or move them to another domain's account."""
         why, request.detach = request.detach, None
-        target = self._handover(request) if why is Detach.HANDOVER else None
+        moves = why is Detach.HANDOVER and request.shadow is None
+        target = self._handover(request) if moves else None
         domain.release(request)
         if target is not None:
             request.handovers += 1
@@ -247,18 +262,23 @@ class RequestBook:
         request.blocks = []
         if why is Detach.PREEMPT:
             self.preemptions += 1
-        elif why is Detach.HANDOVER:
+        elif why in {Detach.HANDOVER, Detach.RECOMPUTE}:
             domain.recomputes += 1
-        if why in {Detach.PREEMPT, Detach.HANDOVER}:
+        if why is not None and not why.ends:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
+        if request.shadow is not None:
+            # Preempted for want of pages, which says nothing about its domain.
+            self._end(request, "cancelled")
+            return
         request.recomputes += request.computed > 0
         request.planned = request.computed = request.entered = 0
         request.resumed = True
         self.waiting.add(request)
 
     def _finish(self, request: Request, reason: EndReason) -> None:
+        request.finished = True
         self._end(request, reason)
         self.detach(request, Detach.FINISH)
 
@@ -270,6 +290,9 @@ class RequestBook:
 
     def _end(self, request: Request, reason: EndReason, error: str | None = None) -> None:
         del self.live[request.id]
+        if request.shadow is not None:
+            request.shadow.end, request.shadow.error = reason, error or ""
+            return
         self._ends.append(
             RequestEnd(
                 request.id, request.attempt, reason, request.output_tokens,

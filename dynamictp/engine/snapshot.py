@@ -10,8 +10,20 @@ from dynamictp.engine.blocks import BlockPool
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.requests import RequestBook
-from dynamictp.messages import DeviceStatus, EngineStart, Snapshot, StepResult, StepTotals
+from dynamictp.layout import Layout
+from dynamictp.messages import (
+    DeviceStatus,
+    EngineStart,
+    Snapshot,
+    StepMeasure,
+    StepResult,
+    StepTotals,
+    Waiting,
+)
 
+WARM_STEPS = 8
+"""Steps of a domain after which its times count."""
+KEPT_MEASURES = 4
 Phase = Literal["decode", "prefill"]
 
 
@@ -71,17 +83,54 @@ class StepLedger:
         return tuple(self._totals.values())
 
 
+class StepMeasures:
+    """A few steps of each degree and phase, until a snapshot takes them."""
+
+    def __init__(self) -> None:
+        self._measures: dict[tuple[int, bool], list[StepMeasure]] = {}
+
+    def add(self, domain: Domain, record: PlanRecord, result: StepResult, active_devices: int) -> None:
+        """Steps beside other domains, and the first ones of a domain, tell nothing."""
+        if not record.alone or record.step < WARM_STEPS:
+            return
+        kept = self._measures.setdefault((domain.tp, bool(record.prefill_tokens)), [])
+        if len(kept) >= KEPT_MEASURES:
+            return
+        rows = record.decode_rows
+        context = sum(work.start + 1 for work in record.rows[:rows])
+        past = sum(work.start * work.count for work in record.rows[rows:])
+        kept.append(
+            StepMeasure(
+                domain.tp,
+                result.seconds,
+                rows,
+                context / rows if rows else 0.0,
+                record.prefill_tokens,
+                past / record.prefill_tokens if record.prefill_tokens else 0.0,
+                active_devices,
+            )
+        )
+
+    def take(self) -> tuple[StepMeasure, ...]:
+        taken = tuple(measure for kept in self._measures.values() for measure in kept)
+        self._measures.clear()
+        return taken
+
+
 def make_snapshot(
     start: EngineStart,
     fleet: Fleet,
     book: RequestBook,
     *,
     time_s: float,
-    layout: str,
+    layout: Layout,
+    leased: frozenset[int],
     prefix: tuple[int, int],
     max_model_len: int,
     step_engine_us: float,
     steps: tuple[StepTotals, ...],
+    queue: Waiting,
+    measures: tuple[StepMeasure, ...],
 ) -> Snapshot:
     """`prefix`: tokens found in the prefix cache, and tokens looked for."""
     pool = book.pool
@@ -89,12 +138,12 @@ def make_snapshot(
     running = sum(status.running for status in statuses)
     return Snapshot(
         time_s,
-        layout,
+        str(layout.spec),
         len(book.waiting),
         running,
         rows_used=running,
         domains=statuses,
-        devices=tuple(_device(device, start, pool, fleet) for device in range(start.devices)),
+        devices=tuple(_device(device, start, pool, fleet, leased) for device in range(start.devices)),
         pages_free=pool.free * pool.heads,
         pages_cached=pool.cached * pool.heads,
         pages_total=pool.total * pool.heads,
@@ -106,16 +155,21 @@ def make_snapshot(
         max_model_len=max_model_len,
         step_engine_us=step_engine_us,
         steps=steps,
+        placed=str(layout),
+        queue=queue,
+        measures=measures,
     )
 
 
-def _device(device: int, start: EngineStart, pool: BlockPool, fleet: Fleet) -> DeviceStatus:
+def _device(
+    device: int, start: EngineStart, pool: BlockPool, fleet: Fleet, leased: frozenset[int]
+) -> DeviceStatus:
     """Pages are accounted per device: a domain's are divided evenly over its devices."""
     mine = [domain for domain in fleet.domains.values() if device in domain.devices]
     serving = any(domain.state in {"serving", "draining"} for domain in mine)
     return DeviceStatus(
         device,
-        "serving" if serving else "standby",
+        "serving" if serving else "leased" if device in leased else "standby",
         tuple(domain.id for domain in mine),
         kv_pages_used=sum(len(d.blocks) * pool.heads / len(d.devices) for d in mine),
         kv_pages_total=pool.total * pool.heads / start.devices,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from copy import deepcopy
 from statistics import median
 
 _SAMPLES = 15
@@ -32,20 +34,23 @@ class StepTimes:
         self._prefill: dict[int, _Median] = {}
 
     def decode_ms(self, tp: int, rows: int) -> float:
-        """A step that decodes `rows` rows. Between and beyond measured sizes the nearest one counts."""
+        """A step that decodes `rows` rows. Between and beyond measured sizes the nearest one counts, and the
+        nearest degree for one that has not been measured."""
         if not rows:
             return 0.0
-        measured = self._decode.get(tp)
-        if not measured:
+        if not self._decode:
             return _DECODE_MS
+        measured = self._decode[_nearest(self._decode, tp)]
         size = rows.bit_length()
         return measured[min(measured, key=lambda known: abs(known - size))].value or _DECODE_MS
 
     def prefill_ms(self, tp: int, tokens: int) -> float:
         """What `tokens` tokens of prefill add to a step."""
-        known = self._prefill.get(tp)
-        per_token = _PREFILL_MS_PER_TOKEN / tp if known is None else known.value
-        return tokens * (_PREFILL_MS_PER_TOKEN if per_token is None else per_token)
+        if not self._prefill:
+            return tokens * _PREFILL_MS_PER_TOKEN / tp
+        degree = _nearest(self._prefill, tp)
+        per_token = self._prefill[degree].value
+        return tokens * (_PREFILL_MS_PER_TOKEN if per_token is None else per_token * degree / tp)
 
     def step_ms(self, tp: int, rows: int, prefill_tokens: int) -> float:
         return self.decode_ms(tp, rows) + self.prefill_ms(tp, prefill_tokens)
@@ -55,6 +60,23 @@ class StepTimes:
         left = limit_ms - self.decode_ms(tp, rows)
         return max(0, int(left / max(1e-6, self.prefill_ms(tp, 1))))
 
+    def expected_ms(self, tp: int, rows: int, prefill_tokens: int) -> float | None:
+        """`step_ms`, for an untried degree taken from the nearest measured one: at worst the time grows as
+        the devices get fewer, and it does not shrink as they get more. None when nothing is measured."""
+        degrees = (
+            self._decode.keys() & self._prefill.keys()
+            if prefill_tokens and rows
+            else (self._prefill.keys() if prefill_tokens else self._decode.keys())
+        )
+        if not degrees:
+            return None
+        known = min(degrees, key=lambda degree: (abs(degree - tp), degree))
+        return self.step_ms(known, rows, prefill_tokens) * max(1.0, known / tp)
+
+    def copy(self) -> StepTimes:
+        """The predictions of now: later measurements do not change them."""
+        return deepcopy(self)
+
     def measured(self, tp: int, rows: int, prefill_tokens: int, ms: float) -> None:
         """Learn from a step that ran alone on its devices."""
         if not prefill_tokens:
@@ -62,3 +84,8 @@ class StepTimes:
         elif prefill_tokens >= _MIN_PREFILL_TOKENS:
             share = max(0.0, ms - self.decode_ms(tp, rows)) / prefill_tokens
             self._prefill.setdefault(tp, _Median()).add(share)
+
+
+def _nearest(measured: Iterable[int], tp: int) -> int:
+    """The measured degree nearest to `tp`; the wider of two as near."""
+    return min(measured, key=lambda degree: (abs(degree - tp), -degree))

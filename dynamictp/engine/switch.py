@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dynamictp.engine.domain import Domain
+from dynamictp.engine.ramp import Ramp
 from dynamictp.layout import Layout
-from dynamictp.messages import SwitchStatus
+from dynamictp.messages import RampSettings, SwitchStatus
 
-Outcome = Literal["", "committed", "closed", "noop", "failed", "cancelled"]
-Phase = Literal["prepare", "proof", "commit", "drain", "close"]
+Outcome = Literal["", "committed", "closed", "noop", "failed", "cancelled", "rolled_back"]
+Phase = Literal["prepare", "proof", "ramp", "commit", "drain", "close", "rollback"]
 
 
 @dataclass(eq=False)
@@ -18,8 +19,8 @@ class Switch:
     """Owned by `LayoutManager`. `id` is empty for one of the engine's own: the first layout, or a failed
     domain built again.
 
-    Phases run prepare → proof → commit (routing changes) → drain → close. `mark_s` is when the phase that
-    runs began.
+    Phases run prepare → proof → (ramp →) commit (routing changes) → drain → close; from a ramp also to
+    rollback. `mark_s` is when the phase that runs began.
     """
 
     id: str
@@ -40,6 +41,11 @@ class Switch:
     recomputes: int = 0
     weight_bytes_copied: int = 0
     error: str | None = None
+    ramped: bool = False
+    forced: bool = False
+    settings: RampSettings | None = None
+    ramp: Ramp | None = None
+    """While it is in its ramp."""
 
     def finish_phase(self, name: str, now: float) -> None:
         """The phase `name` ends and the next one begins."""
@@ -65,4 +71,5 @@ class Switch:
             self.weight_bytes_copied,
             self.reason,
             self.error,
+            self.ramp.share if self.ramp is not None else 0.0,
         )

@@ -20,13 +20,16 @@ from dynamictp.messages.serving import (
     PromptLogprobs,
     Queued,
     RequestEnd,
+    SetDevices,
     SetLayout,
     Shutdown,
     Snapshot,
+    StepMeasure,
     StepTotals,
     SubmitRequest,
     SwitchStatus,
     TokenEvent,
+    Waiting,
     WorkerGone,
     WorkerLost,
     WorkerStarted,
@@ -38,6 +41,7 @@ from dynamictp.messages.start import (
 from dynamictp.messages.values import (
     DeviceStatus,
     DomainStatus,
+    RampSettings,
     SamplingParams,
     ServedBy,
     TokenLogprobs,
@@ -85,15 +89,18 @@ __all__ = [
     "PromptLogprobs",
     "ProveDomain",
     "Queued",
+    "RampSettings",
     "RequestEnd",
     "RowPromptLogprobs",
     "RowStep",
     "RowToken",
     "SamplingParams",
     "ServedBy",
+    "SetDevices",
     "SetLayout",
     "Shutdown",
     "Snapshot",
+    "StepMeasure",
     "StepPlan",
     "StepResult",
     "StepTotals",
@@ -101,6 +108,7 @@ __all__ = [
     "SwitchStatus",
     "TokenEvent",
     "TokenLogprobs",
+    "Waiting",
     "WorkerGone",
     "WorkerHello",
     "WorkerLost",
@@ -116,6 +124,7 @@ Body = (
     | CancelRequest
     | SetLayout
     | CancelSwitch
+    | SetDevices
     | Shutdown
     | WorkerGone
     | WorkerStarted

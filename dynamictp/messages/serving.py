@@ -10,6 +10,7 @@ from dynamictp.messages.values import (
     DeviceStatus,
     DomainStatus,
     Message,
+    RampSettings,
     SamplingParams,
     ServedBy,
     TokenLogprobs,
@@ -53,6 +54,16 @@ class SetLayout(Message, frozen=True):
     ramp: bool = False
     drain_deadline_s: float = 0.0
     reason: str = "admin"
+    forced: bool = False
+    """Of a ramp only the shadow probe: growth that the SLO needs now."""
+    settings: RampSettings | None = None
+    """Of the ramp; None: those of the engine's start."""
+
+
+class SetDevices(Message, frozen=True):
+    """The devices that are leased to others from now on; no domain may be on or get one of them."""
+
+    leased: tuple[int, ...]
 
 
 class CancelSwitch(Message, frozen=True):
@@ -131,22 +142,25 @@ class SwitchStatus(Message, frozen=True):
     """Progress of a switch, sent at every phase it completes.
 
     `outcome` is empty while it runs; `committed` once new requests go to the new layout, `closed` when the
-    old domains are gone, `noop` when nothing was to do, `failed` or `cancelled` when it was taken back.
-    `phases_ms` has an entry per completed phase: prepare_views, prepare_communicator, proof, ramp, commit,
-    drain, close.
+    old domains are gone, `noop` when nothing was to do, `failed` or `cancelled` when it was taken back,
+    `rolled_back` when its ramp found the new side worse.
+    `phases_ms` has an entry per completed phase: prepare_views, prepare_communicator, proof, ramp (with the
+    shadow probe and the settling), commit, drain, close; or rollback.
     """
 
     switch_id: str
     from_layout: str
     to_layout: str
     phase: str
-    outcome: Literal["", "committed", "closed", "noop", "failed", "cancelled"] = ""
+    outcome: Literal["", "committed", "closed", "noop", "failed", "cancelled", "rolled_back"] = ""
     phases_ms: dict[str, float] = msgspec.field(default_factory=dict)
     handovers: int = 0
     recomputes: int = 0
     weight_bytes_copied: int = 0
     reason: str = "admin"
     error: str | None = None
+    ramp_share: float = 0.0
+    """Share of new requests that go to the new side, while the ramp runs."""
 
 
 class StepTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +178,30 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     attention_s: float
     wait_s: float
     host_s: float
+
+
+class StepMeasure(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a domain that had its devices to itself, for calibration. Means are over its tokens."""
+
+    tp: int
+    seconds: float
+    rows: int
+    context: float
+    """Mean context of the decoding rows, in tokens."""
+    prefill_tokens: int
+    past_tokens: float
+    """Mean tokens computed before the chunks of prompt, over their tokens."""
+    active_devices: int
+    """Devices that had work at the time."""
+
+
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """The waiting queue: its tokens, its oldest arrival (0 for none), and how many devices the narrowest
+    domain takes that could hold its largest request which no serving domain could hold (0: none is so)."""
+
+    tokens: int = 0
+    oldest_s: float = 0.0
+    needs_devices: int = 0
 
 
 class Snapshot(Message, frozen=True):
@@ -189,6 +227,11 @@ class Snapshot(Message, frozen=True):
     prefix_evictions: int = 0
     rows_limit: int = 0
     """Most requests that the serving domains run at once, if their pages allow."""
+    placed: str = ""
+    """The observed layout with its devices: also those whose domain is being built again."""
+    queue: Waiting = Waiting()
+    measures: tuple[StepMeasure, ...] = ()
+    """A few of each degree and phase since the snapshot before."""
 
 
 class WorkerLost(Message, frozen=True):

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from dynamictp.facts import DType, ModelFacts
+from dynamictp.messages.values import RampSettings
 
 
 class ArenaFacts(msgspec.Struct, frozen=True):
@@ -38,3 +39,6 @@ class EngineStart(msgspec.Struct, frozen=True):
     """A worker that owes an answer and makes no progress for so long hangs, unless its step is a long one."""
     workers: tuple[int, ...] = ()
     """Incarnation of each device's worker, 0 where there is none now; empty: the first one of each."""
+    ramp: RampSettings = RampSettings()
+    leased: tuple[int, ...] = ()
+    """Devices that others use: no domain is put on them."""

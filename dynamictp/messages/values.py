@@ -67,6 +67,23 @@ class ServedBy(msgspec.Struct, frozen=True, array_like=True):
     recomputes: int = 0
 
 
+class RampSettings(msgspec.Struct, frozen=True):
+    """How a ramped switch shifts new requests to the new side, and when it takes that back (design 9)."""
+
+    shares: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
+    """Share of new requests on the new side, step by step; ascending, the last one is 1."""
+    observe_s: float = 2.0
+    """Length of a step; without samples time alone passes it."""
+    settle_s: float = 2.0
+    """After the last step, until the switch commits."""
+    min_finished: int = 20
+    """Finished requests of each side before latencies are compared."""
+    worse: float = 1.5
+    """P95 of measured over predicted time, new side over old side, beyond which the switch is taken back."""
+    probe_s: float = 10.0
+    """Longest time of the shadow probe."""
+
+
 class DomainStatus(msgspec.Struct, frozen=True):
     """One domain as the engine sees it."""
 
@@ -87,7 +104,7 @@ class DeviceStatus(msgspec.Struct, frozen=True):
     """One device as the engine sees it."""
 
     id: int
-    state: Literal["serving", "standby", "released"]
+    state: Literal["serving", "standby", "released", "leased"]
     domains: tuple[str, ...] = ()
     kv_pages_used: float = 0.0
     kv_pages_total: float = 0.0

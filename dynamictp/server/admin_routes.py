@@ -31,6 +31,7 @@ class AdminRoutes:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/admin/layout", self.layout, methods=["GET"]),
             Route("/admin/layout", self.set_layout, methods=["PUT"]),
+            Route("/admin/switches", self.switches, methods=["GET"]),
             Route("/admin/switches/{id}", self.switch, methods=["GET"]),
             Route("/admin/switches/{id}", self.cancel_switch, methods=["DELETE"]),
         ]
@@ -42,7 +43,9 @@ class AdminRoutes:
         service = self._service
         snapshot, board = service.client.snapshot, service.switches
         in_flight = board.in_flight
-        devices = service.device_info()
+        devices, states, pool = service.device_info(), service.desk.states(), service.desk.pool
+        leases = {device: lease.id for lease in pool.leases for device in lease.devices}
+        plane = service.plane
         return json_response(
             {
                 "mode": service.mode,
@@ -51,10 +54,19 @@ class AdminRoutes:
                 "observed": service.observed,
                 "legal_layouts": [str(spec) for spec in legal_specs(self._degrees(), service.devices)],
                 "waiting": snapshot.waiting if snapshot else 0,
-                "switch": describe(in_flight) if in_flight else None,
+                "switch": self._shown(in_flight.switch_id) if in_flight else None,
+                "barred": [
+                    {"layout": bar.layout, "for_s": bar.until_s - service.clock.now()}
+                    for bar in (plane.reconciler.bars() if plane is not None else ())
+                ],
                 "domains": [_domain(d, service.model) for d in snapshot.domains] if snapshot else [],
                 "devices": [
-                    _device(d, snapshot.domains, devices.get(d.id, DeviceInfo())) for d in snapshot.devices
+                    {
+                        **_device(d, snapshot.domains, devices.get(d.id, DeviceInfo())),
+                        "state": states[d.id],
+                        "lease": leases.get(d.id),
+                    }
+                    for d in snapshot.devices
                 ]
                 if snapshot
                 else [],
@@ -74,28 +86,40 @@ class AdminRoutes:
             return self._unpin()
         layout = check_layout(text, self._degrees(), service.devices, service.model)
         service.client.check_room(0)
+        await service.desk.recall(layout, service.switch_wait_s)
         status = board.start(
             layout, service.observed, service.client.send, ramp=ramp, drain_deadline_s=drain_s
         )
         board.pinned = service.mode != "static"
         if until == "none":
-            return json_response({"switch": describe(status)}, 202)
-        return _answer(await board.wait(status.switch_id, until, service.switch_wait_s), status.switch_id)
+            return json_response({"switch": self._shown(status.switch_id)}, 202)
+        ended = await board.wait(status.switch_id, until, service.switch_wait_s)
+        return _answer(ended, status.switch_id, self._shown(status.switch_id))
+
+    async def switches(self, request: Request) -> Response:
+        board = self._service.switches
+        return json_response(
+            {"switches": [describe(status, board.times(status.switch_id)) for status in board.known]}
+        )
 
     async def switch(self, request: Request) -> Response:
-        return json_response({"switch": describe(self._service.switches.get(request.path_params["id"]))})
+        return json_response({"switch": self._shown(request.path_params["id"])})
 
     async def cancel_switch(self, request: Request) -> Response:
         service, switch_id = self._service, request.path_params["id"]
         service.switches.cancel(switch_id, service.client.send)
+        if service.switches.pinned:
+            # What was asked for by hand is taken back by hand.
+            service.switches.target = service.observed
         status = await service.switches.wait(switch_id, "commit", service.switch_wait_s)
+        switch = self._shown(switch_id)
         if status is None:
-            return _answer(None, switch_id)
-        if status.outcome not in ("cancelled", "failed"):
+            return _answer(None, switch_id, switch)
+        if status.outcome not in ("cancelled", "failed", "rolled_back"):
             message = f"switch {switch_id} committed before it could be cancelled"
             body = envelope(message, "conflict_error", code="switch_conflict")
-            return json_response({**body, "switch": describe(status)}, 409)
-        return json_response({"switch": describe(status)})
+            return json_response({**body, "switch": switch}, 409)
+        return json_response({"switch": switch})
 
     def _unpin(self) -> Response:
         """Hand the layout back to the planner."""
@@ -108,26 +132,36 @@ class AdminRoutes:
             )
         service.switches.pinned = False
         service.switches.target = None
+        if service.plane is not None:
+            service.plane.unpin()
         observed = service.observed
         noop = SwitchStatus("", observed, observed, "", "noop")
         return json_response({"switch": describe(noop), "pinned": False})
+
+    def _shown(self, switch_id: str) -> dict[str, object]:
+        board = self._service.switches
+        return describe(board.get(switch_id), board.times(switch_id))
 
     def _degrees(self) -> tuple[int, ...]:
         engine = self._service.client.engine
         return (engine.legal_degrees if engine else ()) or self._service.legal_degrees
 
 
-def _answer(status: SwitchStatus | None, switch_id: str) -> Response:
-    """The answer to a wait; None when the time was up first."""
+def _answer(status: SwitchStatus | None, switch_id: str, switch: dict[str, object]) -> Response:
+    """The answer to a wait, with the switch as it is shown; None when the time was up first."""
     if status is None:
         message = f"switch {switch_id} goes on; look at /admin/switches/{switch_id}"
         body = envelope(message, "timeout_error", code="switch_wait_timeout")
         return json_response({**body, "switch": {"id": switch_id}}, 504)
-    switch = describe(status)
     if status.outcome == "failed":
         message = f"switch {switch_id} failed: {status.error or 'no reason given'}"
         return json_response(
             {**envelope(message, "server_error", code="switch_failed"), "switch": switch}, 500
+        )
+    if status.outcome == "rolled_back":
+        message = f"switch {switch_id} was rolled back: {status.error}"
+        return json_response(
+            {**envelope(message, "conflict_error", code="switch_rolled_back"), "switch": switch}, 409
         )
     if status.outcome == "cancelled":
         message = f"switch {switch_id} was cancelled"
@@ -158,7 +192,6 @@ def _device(device: DeviceStatus, domains: tuple[DomainStatus, ...], info: Devic
     chosen = next((d for d in device.domains if d in serving), device.domains[0] if device.domains else None)
     return {
         "id": device.id,
-        "state": device.state,
         "cores": info.cores,
         "pid": info.pid,
         "domain": chosen,

@@ -11,7 +11,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from dynamictp.errors import CapacityError, DynamicTPError, LayoutRefused, RequestError, SwitchConflict
+from dynamictp.errors import (
+    CapacityError,
+    DynamicTPError,
+    LayoutRefused,
+    LeaseConflict,
+    RequestError,
+    SwitchConflict,
+)
 from dynamictp.server.generation import GenerationFailed
 from dynamictp.server.schema import to_json
 
@@ -53,9 +60,8 @@ def error_response(error: Exception) -> Response:
             headers = {"connection": "close"} if error.status == 413 else None
             body = envelope(error.message, error.kind, param=error.param, code=error.code)
             return json_response(body, error.status, headers)
-        case SwitchConflict():
-            body = envelope(error.message, "conflict_error", code="switch_conflict")
-            return json_response({**body, "switch": {"id": error.switch_id}}, error.status)
+        case SwitchConflict() | LeaseConflict():
+            return _conflict(error)
         case CapacityError():
             kind = "rate_limit_error" if error.status == 429 else "service_unavailable"
             headers = {"retry-after": str(math.ceil(error.retry_after_s))}
@@ -68,6 +74,14 @@ def error_response(error: Exception) -> Response:
             )
         case _:
             return _framework_error(error)
+
+
+def _conflict(error: SwitchConflict | LeaseConflict) -> Response:
+    if isinstance(error, SwitchConflict):
+        body = envelope(error.message, "conflict_error", code="switch_conflict")
+        return json_response({**body, "switch": {"id": error.switch_id}}, error.status)
+    body = envelope(error.message, "conflict_error", code="devices_leased")
+    return json_response({**body, "free": error.free}, error.status)
 
 
 def _framework_error(error: Exception) -> Response:

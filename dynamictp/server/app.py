@@ -17,6 +17,7 @@ import dynamictp
 from dynamictp.errors import CapacityError, DynamicTPError
 from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
+from dynamictp.server.control_routes import ControlRoutes
 from dynamictp.server.engine_client import CLOSED_RETRY_S
 from dynamictp.server.openai_routes import OpenAIRoutes
 from dynamictp.server.service import Service
@@ -49,7 +50,7 @@ def create_app(service: Service, *, api: bool = True, admin: bool = True) -> Fas
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         *(OpenAIRoutes(service).routes() if api else ()),
-        *(AdminRoutes(service).routes() if admin else ()),
+        *((*AdminRoutes(service).routes(), *ControlRoutes(service).routes()) if admin else ()),
     ]
     app = FastAPI(
         title="DynamicTP",

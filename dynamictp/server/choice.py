@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from dynamictp.messages import PromptLogprobs, ServedBy, TokenEvent, TokenLogprobs
 from dynamictp.model.tokenizer import IncrementalDecoder, Tokenizer
 from dynamictp.server.engine_client import Ended, merge_served
@@ -151,5 +153,8 @@ class Choice:
     def _note_served(self, event: TokenEvent) -> None:
         if event.attempt != self._attempt:
             # The engine restarted: it counts from zero, and computed the tokens so far once more.
-            self._past, self._attempt = self.served, event.attempt
+            past = self.served
+            if past is not None:  # the engine restarted, and computed it again
+                past = msgspec.structs.replace(past, recomputes=past.recomputes + 1)
+            self._past, self._attempt = past, event.attempt
         self._served = event.served

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -36,6 +36,7 @@ from dynamictp.messages import (
 from dynamictp.observe.requests import Finished, failure_of
 from dynamictp.server.engine_link import EngineLink
 from dynamictp.server.metrics import Metrics
+from dynamictp.server.traffic import Traffic
 from dynamictp.transport import Link
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,10 @@ class EngineClient:
         self._idle = asyncio.Event()
         self.dropped_events = 0
         """Token events that were late, repeated or out of order."""
+        self.traffic: Traffic | None = None
+        """Told what the planner has to know, if there is one."""
+        self.on_snapshot: Callable[[], None] = lambda: None
+        """Called when `snapshot` is a new one."""
         self.on_link_lost: Callable[[str], None] = lambda reason: None
         """Called when the link broke; the supervisor then restarts the engine and attaches again."""
 
@@ -174,6 +179,11 @@ class EngineClient:
         """Requests in the engine."""
         return len(self._live)
 
+    @property
+    def live_requests(self) -> Collection[LiveRequest]:
+        """They change with every message of the engine: to be read at once."""
+        return self._live.values()
+
     # ------------------------------------------------------------ requests
 
     def close_admission(self, reason: str) -> None:
@@ -220,6 +230,8 @@ class EngineClient:
             request_id, array("I", prompt).tobytes(), len(prompt), sampling, arrival_s, priority, sink
         )
         self._live[request_id] = live
+        if self.traffic is not None:
+            self.traffic.arrived(live.prompt_len)
         self._send_request(live)
         return live
 
@@ -275,6 +287,7 @@ class EngineClient:
                 self.snapshot = body
                 self.layout = body.layout
                 self._metrics.on_snapshot(body)
+                self.on_snapshot()
             case SwitchStatus():
                 if body.outcome in ("committed", "noop"):
                     self.layout = body.to_layout
@@ -323,6 +336,8 @@ class EngineClient:
         if not event.position:
             live.first_token_s = now
             self._metrics.requests.on_first_token(live.prompt_len, now - live.arrival_s)
+            if self.traffic is not None:
+                self.traffic.first_token(live.prompt_len, now - live.arrival_s)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))
             self._forget(live, Ended("stop"))
@@ -351,8 +366,10 @@ class EngineClient:
             return
         if ended.reason == "error":
             self._metrics.requests.on_failure(failure_of(ended.status))
-        else:
-            self._metrics.requests.on_finish(_finished(live, ended, self._clock.now()))
+            return
+        self._metrics.requests.on_finish(_finished(live, ended, self._clock.now()))
+        if self.traffic is not None:
+            self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)

@@ -28,6 +28,7 @@ from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
 from dynamictp.server.app import create_app
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
+from dynamictp.server.pool_facts import pool_facts
 from dynamictp.server.recovery import Recovery
 from dynamictp.server.requests import SamplingDefaults, parse_sampling_defaults
 from dynamictp.server.run import ServerRunner
@@ -94,6 +95,10 @@ class _Launch:
             )
         supervisor = Supervisor(config, plan, index, kernels.level)
         service = self._service(source, plan, supervisor)
+        service.desk.power = supervisor
+        supervisor.leased = lambda: tuple(sorted(service.desk.pool.leased))
+        if config.mode != "static":
+            service.plan_with(pool_facts(config, plan), config.control)
         runner = ServerRunner(create_app(service), config.host, config.port)
         try:
             port = await runner.start()
@@ -136,10 +141,12 @@ class _Launch:
 
     async def _keep_alive(self, service: Service, supervisor: Supervisor, stop: StopSignals) -> None:
         """Serve, then drain: returns when the server is to end."""
-        recovery = Recovery(service.client, service.switches, service.clock, hang_s=self._config.hang_s)
+        recovery = Recovery(service.client, service.engine_lost, service.clock, hang_s=self._config.hang_s)
         supervisor.keep_alive(recovery)
         drain = stop.drain_first()
-        watching = asyncio.create_task(recovery.watch(supervisor.kill_engine))
+        tasks = [asyncio.create_task(recovery.watch(supervisor.kill_engine))]
+        if service.plane is not None:
+            tasks.append(asyncio.create_task(service.plane.run()))
         try:
             either: tuple[asyncio.Future[Any], ...] = (drain, stop.end, supervisor.failed)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -150,8 +157,10 @@ class _Launch:
                 await _first(self._drained(service), stop.end, supervisor.failed)
                 stop.finish(0)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await service.desk.close()
 
     async def _drained(self, service: Service) -> None:
         with contextlib.suppress(TimeoutError):

@@ -29,6 +29,7 @@ from dynamictp.observe.families import (
 )
 from dynamictp.observe.machine import MachineMetrics
 from dynamictp.observe.requests import RequestMetrics
+from dynamictp.server.plane_metrics import PlaneMetrics
 
 OUTCOMES = ("committed", "noop", "failed", "cancelled", "rolled_back")
 """Ends of switches; a closed one counts as committed."""
@@ -56,6 +57,7 @@ class Metrics(Collector):
         self._itl = Histogram(TPOT_S)
         self.requests = RequestMetrics()
         self.machine = MachineMetrics()
+        self.plane = PlaneMetrics()
         self.alias_model = ""
         """The model's name while its metrics are shown under the `vllm:` names too."""
         self._registry = CollectorRegistry()
@@ -129,6 +131,7 @@ class Metrics(Collector):
         yield from self._collect_tokens()
         yield from self.requests.collect()
         yield from self._collect_switches()
+        yield from self.plane.collect()
         yield from self.machine.collect()
 
     def _collect_engine(self) -> Iterator[Metric]:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dynamictp.clock import Clock
 from dynamictp.messages import Body
 from dynamictp.server.engine_client import EngineClient
-from dynamictp.server.switches import SwitchBoard
 from dynamictp.transport import ZmqLink
 
 log = logging.getLogger(__name__)
@@ -24,11 +23,14 @@ OVERSLEPT_S = 1.0
 
 
 class Recovery:
-    """The supervisor's `EngineUser`: joins it to the engine client and the switches."""
+    """The supervisor's `EngineUser`: joins it to the engine client."""
 
-    def __init__(self, client: EngineClient, switches: SwitchBoard, clock: Clock, *, hang_s: float) -> None:
+    def __init__(
+        self, client: EngineClient, on_lost: Callable[[], None], clock: Clock, *, hang_s: float
+    ) -> None:
+        """`on_lost` is called when the engine is lost, after the client has let go of it."""
         self._client = client
-        self._switches = switches
+        self._on_lost = on_lost
         self._clock = clock
         self._silence_s = SILENCE * hang_s
         self._started_s = clock.now()
@@ -45,7 +47,7 @@ class Recovery:
         """Live requests are kept; what comes in meanwhile waits with them."""
         self._away = True
         self._client.detach()
-        self._switches.engine_lost()
+        self._on_lost()
         log.warning("%s; %d requests wait for the next", reason, self._client.live)
 
     def engine_started(self, link: ZmqLink) -> None:

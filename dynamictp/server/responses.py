@@ -59,10 +59,12 @@ class GenerationResponse(Response):
             return
         choices = self._generation.choices
         log.info(
-            "request_id=%s id=%s tp_domain_id=%s choices=%d prompt_tokens=%d completion_tokens=%d end=%s",
+            "request_id=%s id=%s tp_domain_id=%s tp=%s choices=%d "
+            "prompt_tokens=%d completion_tokens=%d end=%s",
             scope.get("state", {}).get("request_id"),
             self._generation.job.id,
             ",".join(choice.served.domain if choice.served else "-" for choice in choices),
+            ",".join(str(choice.served.tp) if choice.served else "-" for choice in choices),
             len(choices),
             self._generation.usage().prompt_tokens,
             self._generation.usage().completion_tokens,

@@ -6,18 +6,28 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal, Self
 
 from dynamictp.clock import Clock, SystemClock
+from dynamictp.control.capacity import CostBook
+from dynamictp.control.config import ControlConfig
+from dynamictp.control.facts import PoolFacts
+from dynamictp.control.pool import ResourcePool
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
-from dynamictp.messages import WorkerLost
+from dynamictp.layout import legal_specs
+from dynamictp.messages import SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.server.control_plane import ControlPlane
 from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.leases import LeaseDesk
 from dynamictp.server.metrics import Metrics
+from dynamictp.server.pool_view import PoolView
 from dynamictp.server.requests import SamplingDefaults
 from dynamictp.server.switches import SwitchBoard
+from dynamictp.server.traffic import Traffic
 
 BODY_LIMIT_BYTES = 8 << 20
 SWITCH_WAIT_S = 60.0
@@ -41,6 +51,7 @@ class Service:
     template: ChatTemplate
     client: EngineClient
     switches: SwitchBoard
+    desk: LeaseDesk
     metrics: Metrics
     facts: ModelFacts
     devices: int
@@ -48,6 +59,8 @@ class Service:
     clock: Clock
     mode: Literal["static", "dynamic", "dry-run"] = "static"
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    plane: ControlPlane | None = None
+    """Set once by `plan_with`, in the modes that have a planner."""
     device_info: Callable[[], Mapping[int, DeviceInfo]] = dict
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time at which the model was loaded, in seconds."""
@@ -73,16 +86,27 @@ class Service:
     ) -> Self:
         """Wire client, switches and metrics together. `client.attach(link)` connects the engine."""
         clock = clock or SystemClock()
-        metrics, switches = Metrics(), SwitchBoard(secrets.token_hex(3))
+        incarnation = secrets.token_hex(3)
+        metrics, switches = Metrics(), SwitchBoard(incarnation)
         client = EngineClient(
             clock, metrics, max_live=max_live, on_switch=switches.on_status, on_worker_lost=on_worker_lost
         )
-        return cls(
+        lease_numbers = count(1)
+        pool = ResourcePool(
+            range(devices),
+            clock,
+            lambda: f"l{next(lease_numbers)}-{incarnation}",
+            revocable=mode == "dynamic",
+        )
+        desk = LeaseDesk(pool, clock, send=client.send, in_flight=lambda: switches.in_flight)
+        metrics.plane.device_states = desk.states
+        service = cls(
             model=model,
             tokenizer=tokenizer,
             template=template,
             client=client,
             switches=switches,
+            desk=desk,
             metrics=metrics,
             facts=facts,
             devices=devices,
@@ -92,6 +116,44 @@ class Service:
             defaults=defaults or SamplingDefaults(),
             device_info=device_info,
         )
+        client.on_snapshot = service._on_snapshot
+        switches.listeners.append(service._on_switch)
+        return service
+
+    def plan_with(self, facts: PoolFacts, config: ControlConfig) -> ControlPlane:
+        """Have a planner. Its loop is the caller's to run."""
+        traffic = Traffic(self.clock, config)
+        legal = tuple(map(str, legal_specs(self.legal_degrees, self.devices)))
+        self.client.traffic = traffic
+        self.plane = ControlPlane(
+            clock=self.clock,
+            client=self.client,
+            board=self.switches,
+            desk=self.desk,
+            view=PoolView(legal, self.devices, self.mode, traffic),
+            cost=CostBook(facts),
+            metrics=self.metrics,
+        )
+        return self.plane
+
+    def engine_lost(self) -> None:
+        """What was under way in the engine is not any more."""
+        self.switches.engine_lost()
+        self.desk.unsettle()
+        if self.plane is not None:
+            self.plane.engine_lost()
+
+    def _on_snapshot(self) -> None:
+        snapshot = self.client.snapshot
+        assert snapshot is not None
+        self.desk.on_snapshot(snapshot)
+        if self.plane is not None:
+            self.plane.on_snapshot(snapshot)
+
+    def _on_switch(self, status: SwitchStatus) -> None:
+        self.desk.unsettle()
+        if self.plane is not None:
+            self.plane.on_status(status)
 
     @property
     def observed(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -20,6 +20,7 @@ from dynamictp.errors import ConfigError, FatalError, ModelRefused, ResourceErro
 from dynamictp.messages import Body, EngineStart, WorkerGone, WorkerStarted
 from dynamictp.model.weights import WeightIndex
 from dynamictp.server.child import Child, Spawner, describe_end, end_children
+from dynamictp.server.control_plane import ramp_settings
 from dynamictp.server.crash_budget import CrashBudget
 from dynamictp.server.loading import load_weights
 from dynamictp.server.plan import NodePlan
@@ -96,6 +97,10 @@ class Supervisor:
         self._user: EngineUser | None = None
         self._budgets: dict[str, CrashBudget] = {}
         self._stopping = False
+        self._asleep: dict[int, int] = {}
+        """Device → the worker's life that was ended on purpose."""
+        self.leased: Callable[[], tuple[int, ...]] = tuple
+        """Devices that the next engine must not use."""
         self.failed: asyncio.Future[FatalError] = asyncio.get_running_loop().create_future()
         """Set when a child has ended for good."""
 
@@ -170,6 +175,26 @@ class Supervisor:
         if self._pool is not None:
             self._pool.kill(device, incarnation)
 
+    def sleep(self, device: int) -> None:
+        """End a device's worker until `wake`: all its memory of its own goes back to the system."""
+        if self._pool is None or device in self._asleep:
+            return
+        self._asleep[device] = self._pool.incarnations[device]
+        self._pool.kill(device, self._asleep[device])
+
+    def wake(self, device: int) -> None:
+        """Start the worker again, from the spare if there is one."""
+        incarnation = self._asleep.pop(device, None)
+        if incarnation is None or self._pool is None or self._stopping:
+            return
+        # One that has not ended yet is replaced when it does.
+        if self._pool.incarnations[device] == 0:
+            self._replace_worker(device)
+
+    @property
+    def asleep(self) -> Collection[int]:
+        return self._asleep.keys()
+
     def kill_engine(self, reason: str) -> None:
         """The engine hangs, or the link to it broke."""
         log.warning("the engine is killed: %s", reason)
@@ -194,6 +219,9 @@ class Supervisor:
             return
         if self._user is None:
             self._fail(f"worker {device}", code)
+            return
+        if incarnation == self._asleep.get(device):
+            self._user.send(WorkerGone(device, incarnation, "its device is released"))
             return
         log.warning("%s after %.1f s", reason, lived_s)
         # At once: its peers wait for it in a collective.
@@ -252,6 +280,8 @@ class Supervisor:
             incarnation=incarnation,
             hang_s=config.hang_s,
             workers=self._pool.incarnations,
+            ramp=ramp_settings(config.control),
+            leased=self.leased(),
         )
         file = folder / f"engine-{incarnation}.json"
         file.write_bytes(msgspec.json.encode(start))

@@ -6,7 +6,9 @@ The engine owns the observed layout; this board keeps what it reported, and the 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import msgspec
@@ -20,7 +22,16 @@ MAX_SWITCHES = 256
 """Switches remembered for `GET /admin/switches/{id}`."""
 
 Wait = Literal["none", "commit", "closed"]
-_ENDED = ("closed", "noop", "failed", "cancelled")
+_ENDED = ("closed", "noop", "failed", "cancelled", "rolled_back")
+
+
+@dataclass
+class Times:
+    """Unix times of a switch in seconds, None before it got there."""
+
+    began: float
+    committed: float | None = None
+    ended: float | None = None
 
 
 def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) -> LayoutSpec | Layout:
@@ -52,8 +63,9 @@ def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) ->
     return layout
 
 
-def describe(status: SwitchStatus) -> dict[str, object]:
+def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, object]:
     """A switch as the admin API shows it."""
+    shown = asdict(times) if times is not None else {}
     return {
         "id": status.switch_id,
         "from": status.from_layout,
@@ -66,6 +78,8 @@ def describe(status: SwitchStatus) -> dict[str, object]:
         "weight_bytes_copied": status.weight_bytes_copied,
         "reason": status.reason,
         "error": status.error,
+        "ramp_share": status.ramp_share,
+        **{f"{name}_at": value for name, value in shown.items()},
     }
 
 
@@ -76,16 +90,31 @@ class SwitchBoard:
         """`incarnation` leads the switch ids, so that a restarted server never uses one again."""
         self._incarnation = incarnation
         self._switches: dict[str, SwitchStatus] = {}
+        self._times: dict[str, Times] = {}
         self._changed = asyncio.Event()
         self._numbers = 0
         self.target: str | None = None
         """The layout last asked for by hand, None before the first."""
         self.pinned = False
+        self.listeners: list[Callable[[SwitchStatus], None]] = []
+        """Told of every progress, also of what this board says itself."""
 
     @property
     def in_flight(self) -> SwitchStatus | None:
         """The switch that has no outcome yet."""
         return next((s for s in reversed(self._switches.values()) if not s.outcome), None)
+
+    @property
+    def known(self) -> tuple[SwitchStatus, ...]:
+        """The switches that are remembered, the latest first."""
+        return tuple(reversed(self._switches.values()))
+
+    def times(self, switch_id: str) -> Times | None:
+        return self._times.get(switch_id)
+
+    def new_id(self) -> str:
+        self._numbers += 1
+        return f"s{self._numbers}-{self._incarnation}"
 
     def get(self, switch_id: str) -> SwitchStatus:
         """Raises `NotFound`."""
@@ -96,11 +125,20 @@ class SwitchBoard:
 
     def on_status(self, status: SwitchStatus) -> None:
         """The engine reported progress."""
+        now = time.time()
+        times = self._times.setdefault(status.switch_id, Times(now))
+        if status.outcome in ("committed", "closed") and times.committed is None:
+            times.committed = now
+        if status.outcome in _ENDED:
+            times.ended = now
         self._switches[status.switch_id] = status
         while len(self._switches) > MAX_SWITCHES:
-            self._switches.pop(next(iter(self._switches)))
+            oldest = next(iter(self._switches))
+            del self._switches[oldest], self._times[oldest]
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        for listener in self.listeners:
+            listener(status)
 
     def engine_lost(self) -> None:
         """A crash in any phase ends in the last committed layout: what had not committed has failed, and the
@@ -131,14 +169,21 @@ class SwitchBoard:
                 f"switch {running.switch_id} to {running.to_layout} has not committed yet",
                 switch_id=running.switch_id,
             )
-        self._numbers += 1
-        switch_id = f"s{self._numbers}-{self._incarnation}"
-        command = SetLayout(switch_id, str(layout), "close", ramp=ramp, drain_deadline_s=drain_deadline_s)
-        if not send(command):
+        command = SetLayout(self.new_id(), str(layout), "close", ramp=ramp, drain_deadline_s=drain_deadline_s)
+        if not self.command(command, observed, send):
             raise CapacityError("the engine is restarting; try again")
         self.target = str(layout)
-        self.on_status(SwitchStatus(switch_id, observed, str(layout), "decide"))
-        return self.get(switch_id)
+        return self.get(command.switch_id)
+
+    def command(self, command: SetLayout, observed: str, send: Callable[[Body], bool]) -> bool:
+        """Send a command; one sent before only goes out again. False when there is no engine."""
+        if not send(command):
+            return False
+        if command.switch_id not in self._switches:
+            self.on_status(
+                SwitchStatus(command.switch_id, observed, command.layout, "decide", reason=command.reason)
+            )
+        return True
 
     def cancel(self, switch_id: str, send: Callable[[Body], bool]) -> None:
         """Ask for a switch to be taken back. Raises `NotFound`, or `SwitchConflict` once it has committed."""

@@ -14,7 +14,7 @@ import torch
 from dynamictp.clock import SystemClock
 from dynamictp.engine.core import EngineCore
 from dynamictp.facts import ModelFacts
-from dynamictp.messages import Body, EngineReady, EngineStart, Shutdown
+from dynamictp.messages import Body, EngineReady, EngineStart, RampSettings, Shutdown
 from dynamictp.testing.harness import TINY, LockstepNode
 from dynamictp.transport import MemoryLink, memory_link_pair
 from dynamictp.worker.core import WorkerCore
@@ -36,6 +36,7 @@ class ThreadedCluster:
         max_num_seqs: int = 16,
         max_batched_tokens: int = 64,
         kernel_level: str = "",
+        ramp: RampSettings | None = None,
     ) -> None:
         self._node = LockstepNode(
             facts,
@@ -60,6 +61,7 @@ class ThreadedCluster:
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             comm_slots=2 * devices + 4,
+            ramp=ramp or RampSettings(),
         )
         self.core = EngineCore(start, SystemClock(), _NodeControl(self._node))
 

@@ -232,11 +232,16 @@ class FakeEngine:
             self._report(command, before, "commit", "committed", phases)
             self.link.send(self.snapshot())
             self._report(command, before, "close", "closed", {**phases, "drain": 3.0, "close": 0.5})
+            self.link.send(self.snapshot())
 
     def _report(
         self, command: SetLayout, before: str, phase: str, outcome: Outcome, phases_ms: dict[str, float]
     ) -> None:
-        self.link.send(SwitchStatus(command.switch_id, before, command.layout, phase, outcome, phases_ms))
+        self.link.send(
+            SwitchStatus(
+                command.switch_id, before, command.layout, phase, outcome, phases_ms, reason=command.reason
+            )
+        )
 
     def snapshot(self) -> Snapshot:
         layout: Layout = self._layout

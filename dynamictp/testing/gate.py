@@ -128,6 +128,9 @@ class GateReport:
     recomputes: int = 0
     crossed: int = 0
     """Streams that were served at more than one degree."""
+    ramped: int = 0
+    """Switches whose ramp reached 100 %."""
+    cancelled_switches: int = 0
     commit_ms: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -149,7 +152,8 @@ class GateReport:
         worst = f"{commits[-1]:.1f}" if commits else "-"
         middle = f"{commits[len(commits) // 2]:.1f}" if commits else "-"
         return (
-            f"seed {self.seed}: {self.switches} switches ({self.refused} refused while one was in flight), "
+            f"seed {self.seed}: {self.switches} switches ({self.refused} refused while one was in flight, "
+            f"{self.ramped} with a ramp, {self.cancelled_switches} cancelled), "
             f"{self.streams} streams ({self.cancelled} cancelled), {self.tokens} tokens",
             f"handovers {self.handovers}, recomputes {self.recomputes}, "
             f"streams over several degrees {self.crossed}, commit ms median {middle} longest {worst}",

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dynamictp.messages import (
     Body,
     CancelRequest,
+    CancelSwitch,
     Outputs,
+    RampSettings,
     RequestEnd,
     SamplingParams,
     SetLayout,
@@ -22,6 +24,10 @@ from dynamictp.testing.harness import TINY
 
 MOST_LIVE = 10
 DEVICES = 3
+RAMP = RampSettings(observe_s=0.004, settle_s=0.002, min_finished=1_000_000, probe_s=60.0)
+"""Short, and its latency gate off: times of threads on a busy machine say nothing."""
+TAKE_BACK = 0.004
+"""Chance in each turn that the switch in flight is cancelled."""
 
 
 class _Client:
@@ -47,9 +53,12 @@ class _Client:
             SubmitRequest(name, 1, pack_tokens(request.prompt), len(request.prompt), sampling, arrival_s=0.0)
         )
 
-    def switch(self, name: str, layout: str, drain_deadline_s: float) -> None:
+    def switch(self, name: str, layout: str, drain_deadline_s: float, *, ramp: bool) -> None:
         self.switching = name
-        self.cluster.send(SetLayout(name, layout, drain_deadline_s=drain_deadline_s))
+        self.cluster.send(SetLayout(name, layout, drain_deadline_s=drain_deadline_s, ramp=ramp))
+
+    def take_back(self) -> None:
+        self.cluster.send(CancelSwitch(self.switching))
 
     def pump(self, timeout_s: float = 0.05) -> None:
         for body in self.cluster.pump(timeout_s):
@@ -106,7 +115,7 @@ def run_threaded_gate(seed: int, switches: int, *, blocks: int = 36, kernel_leve
     rng = random.Random(seed)
     requests = make_requests(seed, 60, TINY.vocab, longest_prompt=150, longest_output=40)
     references = reference_streams(requests, kernel_level)
-    with ThreadedCluster(devices=DEVICES, blocks=blocks, kernel_level=kernel_level) as cluster:
+    with ThreadedCluster(devices=DEVICES, blocks=blocks, kernel_level=kernel_level, ramp=RAMP) as cluster:
         client = _Client(cluster, requests)
         next_switch = 0.0
         while report.switches < switches or client.live or client.switching:
@@ -116,9 +125,12 @@ def run_threaded_gate(seed: int, switches: int, *, blocks: int = 36, kernel_leve
                 client.submit(rng.randrange(len(requests)), cancel)
             if busy and not client.switching and rng.random() < next_switch:
                 deadline_s = rng.choice((0.0, 0.0, 0.005, 0.05))
-                client.switch(f"s{report.switches}", rng.choice(LAYOUTS), deadline_s)
+                ramp = rng.random() < 0.25
+                client.switch(f"s{report.switches}", rng.choice(LAYOUTS), deadline_s, ramp=ramp)
                 report.switches += 1
                 next_switch = rng.choice((0.02, 0.2, 1.0))
+            if client.switching and rng.random() < TAKE_BACK:
+                client.take_back()
             next_switch = next_switch or 0.2
             client.pump()
             for index, stream, cancelled in client.ended:
@@ -131,11 +143,16 @@ def run_threaded_gate(seed: int, switches: int, *, blocks: int = 36, kernel_leve
         pool = cluster.core.pool
         if pool.free + pool.cached != pool.total:
             report.faults.append(f"{pool.free} free and {pool.cached} cached of {pool.total} blocks")
+        ramped: set[str] = set()
         for status in client.statuses:
-            if status.outcome in ("failed", "cancelled"):
+            if status.ramp_share == 1.0:
+                ramped.add(status.switch_id)
+            report.cancelled_switches += status.outcome == "cancelled"
+            if status.outcome in ("failed", "rolled_back"):
                 report.faults.append(f"switch {status.switch_id} {status.outcome}: {status.error}")
             if status.weight_bytes_copied:
                 report.faults.append(f"switch {status.switch_id} copied {status.weight_bytes_copied} bytes")
             if "commit" in status.phases_ms and status.outcome == "committed":
                 report.commit_ms.append(status.phases_ms["commit"])
+        report.ramped = len(ramped)
     return report

@@ -41,7 +41,7 @@ from dynamictp.testing.fake_worker import (
 VOCAB = 50
 HEADS = 2
 PAGE = 4
-TERMINAL = {"closed", "noop", "failed", "cancelled"}
+TERMINAL = {"closed", "noop", "failed", "cancelled", "rolled_back"}
 
 FACTS = ModelFacts(
     family="llama", layers=2, hidden=144, query_heads=8, kv_heads=HEADS, head_dim=16, intermediate=288,
@@ -123,6 +123,8 @@ class Simulation:
         self.lost: list[WorkerLost] = []
         self.plans: list[StepPlan] = []
         self.outcomes: list[str] = []
+        self.degrees: dict[str, int] = {}
+        """Degree of each request's latest token."""
         self.ends: list[str] = []
         """Ids of requests in the order in which they ended."""
         self._step_s = step_s or (lambda plan: 0.002 + 0.0005 * rng.random() * len(plan.rows))
@@ -181,9 +183,10 @@ class Simulation:
         stream.cancelled = True
         self.core.on_server(CancelRequest(stream.id, stream.attempt))
 
-    def set_layout(self, layout: str, *, drain_deadline_s: float = 0.0) -> str:
+    def set_layout(self, layout: str, **fields: Any) -> str:
+        """`fields` of the command: drain_deadline_s, ramp, forced."""
         switch_id = f"s{next(self._names)}"
-        self.core.on_server(SetLayout(switch_id, layout, drain_deadline_s=drain_deadline_s))
+        self.core.on_server(SetLayout(switch_id, layout, **fields))
         return switch_id
 
     @property
@@ -341,6 +344,7 @@ class Simulation:
             assert event.served.tp_min <= event.served.tp <= event.served.tp_max
             assert (event.logprobs is None) == (stream.sampling.logprobs is None)
             stream.tokens.append(event.token)
+            self.degrees[stream.id] = event.served.tp
         for end in outputs.ends:
             stream = self.streams[end.request_id]
             if end.attempt < stream.attempt:

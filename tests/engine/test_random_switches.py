@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dynamictp.messages import ArenaFacts, CancelSwitch
+from dynamictp.messages import ArenaFacts, CancelSwitch, RampSettings
 from tests.engine.engine_simulation import HEADS, PAGE, TERMINAL, VOCAB, Simulation, engine_start
 
 LAYOUTS = ("tp1", "tp2", "tp3", "tp1+tp1", "tp2+tp1", "3*tp1", "tp1@2", "tp2@1,0", "tp2@2,1+tp1@0")
@@ -28,6 +28,9 @@ class Traffic:
             comm_slots=rng.choice((6, 7, 10)),
             prefix_cache=rng.random() < 0.8,
             max_step_ms=rng.choice((3.0, 100.0)),
+            ramp=RampSettings(
+                observe_s=rng.choice((0.0, 0.002, 0.01)), settle_s=0.002, min_finished=5, probe_s=5.0
+            ),
         )
         self.sim = Simulation(rng, start, latency_s=rng.choice((0.0, 0.0005, 0.004)))
         # The same blocks after different beginnings: only the whole chain tells them apart.
@@ -75,7 +78,8 @@ class Traffic:
             sim.kill(rng.randrange(3))
         else:
             deadline = rng.choice((0.0, 0.0, 0.01, 0.1))
-            self.switches.append(sim.set_layout(rng.choice(LAYOUTS), drain_deadline_s=deadline))
+            ramp = {"ramp": True} if rng.random() < 0.4 else {"forced": rng.random() < 0.2}
+            self.switches.append(sim.set_layout(rng.choice(LAYOUTS), drain_deadline_s=deadline, **ramp))
 
     def submit(self) -> None:
         rng = self.rng

@@ -20,3 +20,5 @@ def test_three_hundred_switches_change_no_bit() -> None:
     assert report.recomputes > 0
     assert report.crossed > 0
     assert report.cancelled > 0
+    assert report.ramped > 0
+    assert report.cancelled_switches > 0

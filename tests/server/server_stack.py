@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from dynamictp.control.values import Mode
 from dynamictp.facts import ModelFacts, RopeFacts
 from dynamictp.messages import SamplingParams
 from dynamictp.model.chat import ChatTemplate
@@ -100,7 +101,7 @@ class Stack:
 
 @asynccontextmanager
 async def running_stack(
-    script: Script | None = None, *, announce: bool = True, **engine: Any
+    script: Script | None = None, *, announce: bool = True, mode: Mode = "static", **engine: Any
 ) -> AsyncIterator[Stack]:
     """The stack with an HTTP client that calls the application directly (no streaming, no disconnects).
 
@@ -114,6 +115,7 @@ async def running_stack(
         facts=facts(),
         devices=2,
         legal_degrees=(1, 2),
+        mode=mode,
     )
     fake: list[FakeEngine] = []
     left, right = memory_link_pair(service.client.wake, lambda: fake[0].arrived() if fake else None)
@@ -127,6 +129,7 @@ async def running_stack(
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield Stack(service, fake[0], app, http, left)
     service.client.detach()
+    await service.desk.close()
 
 
 @asynccontextmanager

@@ -53,8 +53,24 @@ async def test_layout_shows_domains_and_devices(stack: Stack) -> None:
         }
     ]
     assert state["devices"] == [
-        {"id": 0, "state": "serving", "cores": [3], "pid": 77, "domain": "d1", "domains": ["d1"]},
-        {"id": 1, "state": "serving", "cores": [], "pid": None, "domain": None, "domains": []},
+        {
+            "id": 0,
+            "state": "serving",
+            "cores": [3],
+            "pid": 77,
+            "domain": "d1",
+            "domains": ["d1"],
+            "lease": None,
+        },
+        {
+            "id": 1,
+            "state": "standby",
+            "cores": [],
+            "pid": None,
+            "domain": None,
+            "domains": [],
+            "lease": None,
+        },
     ]
 
 
@@ -69,6 +85,7 @@ async def test_a_switch_reports_its_phases(stack: Stack) -> None:
     assert (command.layout, command.drain_deadline_s, command.reason) == ("tp2", 1.5, "admin")
     again = await stack.http.get(f"/admin/switches/{switch['id']}")
     assert again.json()["switch"] == switch
+    assert switch["began_at"] <= switch["committed_at"] <= switch["ended_at"]
     state = (await stack.http.get("/admin/layout")).json()
     assert (state["target"], state["observed"]) == ("tp2", "tp2")
     noop = await put(stack, " tp2 ")

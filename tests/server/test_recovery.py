@@ -32,7 +32,7 @@ from tests.server.test_engine_client import Pair, Recorder, event
 async def test_requests_wait_for_the_next_engine_and_go_on(tmp_path: Path) -> None:
     pair, sink, late = Pair(), Recorder(), Recorder()
     board = SwitchBoard("x")
-    recovery = Recovery(pair.client, board, SystemClock(), hang_s=2.0)
+    recovery = Recovery(pair.client, board.engine_lost, SystemClock(), hang_s=2.0)
     pair.say(EngineReady("tp1", 10, 100))
     pair.submit(sink)
     pair.say(Outputs(tokens=(event(0, 5),)))
@@ -71,7 +71,7 @@ async def test_requests_wait_for_the_next_engine_and_go_on(tmp_path: Path) -> No
 
 async def test_the_layout_to_begin_with_is_the_last_committed_one() -> None:
     pair = Pair()
-    recovery = Recovery(pair.client, SwitchBoard("x"), SystemClock(), hang_s=2.0)
+    recovery = Recovery(pair.client, SwitchBoard("x").engine_lost, SystemClock(), hang_s=2.0)
     pair.say(EngineReady("tp1", 10, 100))
     assert recovery.layout == "tp1"
     pair.engine.send(SwitchStatus("s1", "tp1", "tp2", "prepare"))
@@ -85,7 +85,7 @@ async def test_an_engine_that_is_silent_is_killed_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "CHECK_S", 0.0)
     clock = ManualClock(100.0)
     client = EngineClient(clock, Metrics(), on_switch=lambda status: None)
-    recovery = Recovery(client, SwitchBoard("x"), clock, hang_s=2.0)
+    recovery = Recovery(client, SwitchBoard("x").engine_lost, clock, hang_s=2.0)
     killed: list[str] = []
     watching = asyncio.create_task(recovery.watch(killed.append))
 

@@ -1,0 +1,221 @@
+"""Arrivals to demand: averages, bursts, forecast, and the lengths of requests. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from dynamictp.control.config import ControlConfig
+from dynamictp.control.values import PoolSnapshot
+from dynamictp.cost.lengths import MAX_P95_OVER_MEAN, Lengths, RequestClass, Workload
+
+_WINDOW_S = 2.0
+"""Window whose weight in the average is `ewma_alpha`."""
+_HISTORY_S = 10.0
+_TREND_SIGMAS = 2.0
+_MOST_TREND = 1.25
+"""A trend never forecasts more than this times what is arriving now: a step is no ramp."""
+_LENGTH_STEP = 0.2
+"""Lengths of a profile are powers of e^0.2; it is replaced when one is more than 0.75 steps off."""
+_Z90, _Z95 = 1.2816, 1.6449
+_MOST_P90_OVER_MEAN = math.exp(_Z90**2 / 2) * 0.999
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """Lengths that capacities are computed for, rounded so that tables last. Tokens."""
+
+    prompt_mean: float
+    prompt_p90: float
+    output_mean: float
+    output_p90: float
+    hit_share: float = 0.0
+    """Part of the prompts' tokens that need not be computed."""
+
+    def workload(self) -> Workload:
+        """As log-normal distributions with these means and quantiles."""
+        return Workload(
+            "observed",
+            (
+                RequestClass(
+                    "observed",
+                    _lengths(self.prompt_mean, self.prompt_p90),
+                    _lengths(self.output_mean, self.output_p90),
+                ),
+            ),
+        )
+
+    @property
+    def prompt_nodes(self) -> tuple[float, ...]:
+        """Lengths of the prompts in the bins of `workload`."""
+        return tuple(node.tokens for node in self.workload().prompts)
+
+
+class LengthAverages(msgspec.Struct, frozen=True):
+    """Running averages of what `Profile` rounds. Tokens, zero while unknown."""
+
+    prompt_mean: float = 0.0
+    prompt_p90: float = 0.0
+    output_mean: float = 0.0
+    output_p90: float = 0.0
+    hit_share: float = 0.0
+
+
+class TrafficState(msgspec.Struct, frozen=True):
+    """What the planner remembers of arrivals. Requests per second."""
+
+    time_s: float | None = None
+    average: float = 0.0
+    """EWMA of the rate over 2 s."""
+    slow: float = 0.0
+    counts: tuple[tuple[float, int, float], ...] = ()
+    """(time, requests, window) of the 10 s window, for the last 10 s."""
+    lengths: LengthAverages = LengthAverages()
+    profile: Profile | None = None
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """Arriving work as a rate of requests like the profile's. Requests per second."""
+
+    now: float
+    """Over the last 2 s."""
+    average: float
+    forecast: float
+    """Expected in `horizon_s`."""
+    slow: float
+    backlog: float
+    """Waiting work ÷ horizon."""
+    growth: float
+    """What growth is decided on: max(burst, forecast) + backlog."""
+
+
+def observe(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig) -> TrafficState:
+    """The state after one more snapshot."""
+    now, recent, longer = snapshot.time_s, snapshot.arrivals_2s, snapshot.arrivals_10s
+    elapsed = _WINDOW_S if state.time_s is None else max(now - state.time_s, 0.0)
+    rate = recent.requests / max(recent.window_s, 1e-3)
+    first = state.time_s is None
+    weight = 1.0 if first else 1 - (1 - config.ewma_alpha) ** (elapsed / _WINDOW_S)
+    slow_weight = 1.0 if first else 1 - math.exp(-elapsed / config.slow_window_s)
+    kept = tuple(entry for entry in state.counts if entry[0] >= now - _HISTORY_S - 1e-6)
+    lengths = _averaged(state.lengths, snapshot, weight)
+    return TrafficState(
+        time_s=now,
+        average=state.average + weight * (rate - state.average),
+        slow=state.slow + slow_weight * (rate - state.slow),
+        counts=(*kept, (now, longer.requests, longer.window_s)),
+        lengths=lengths,
+        profile=_profile(state.profile, lengths, config),
+    )
+
+
+def demand(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig, prompt_share: float) -> Demand:
+    """What arrives, in requests like the profile's; `prompt_share` of one's work is its prompt."""
+    profile = state.profile
+    assert profile is not None, "observe() comes first"
+    recent = snapshot.arrivals_2s
+    heavier = _work(recent.prompt_tokens_mean, recent.requests, profile, prompt_share)
+    rate = recent.requests / max(recent.window_s, 1e-3)
+    forecast = _forecast(state, snapshot, config)
+    usual = state.average * recent.window_s
+    burst = recent.requests > usual + config.burst_sigmas * math.sqrt(max(usual, 1.0))
+    waiting = snapshot.waiting
+    each = waiting.prompt_tokens / waiting.requests if waiting.requests else 0.0
+    backlog = waiting.requests * _work(each, waiting.requests, profile, prompt_share) / config.horizon_s
+    growth = max(rate * heavier if burst else 0.0, forecast * max(heavier, 1.0) if burst else forecast)
+    return Demand(
+        now=rate,
+        average=state.average,
+        forecast=forecast,
+        slow=state.slow,
+        backlog=backlog,
+        growth=growth + backlog,
+    )
+
+
+def _work(prompt_mean: float, requests: int, profile: Profile, prompt_share: float) -> float:
+    """Work of such requests in requests like the profile's: prompts count by length."""
+    if not requests or prompt_mean <= 0:
+        return 1.0
+    return 1 + prompt_share * (prompt_mean / profile.prompt_mean - 1)
+
+
+def _forecast(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig) -> float:
+    """The average, or the line through the last two 10 s windows where they differ significantly.
+
+    Counts of Poisson arrivals differ by chance by √(N₀ + N₁); beyond twice that it is a trend, unless the
+    last 2 s say that it is over.
+    """
+    longer, recent = snapshot.arrivals_10s, snapshot.arrivals_2s
+    time_s, before, window = state.counts[0]
+    if snapshot.time_s - time_s < 0.9 * _HISTORY_S or min(window, longer.window_s) < 0.9 * _HISTORY_S:
+        return state.average
+    change = longer.requests - before
+    if abs(change) <= _TREND_SIGMAS * math.sqrt(longer.requests + before):
+        return state.average
+    rate = longer.requests / longer.window_s
+    rate_now = recent.requests / recent.window_s
+    slope = change / longer.window_s / (snapshot.time_s - time_s)
+    slope_now = (rate_now - rate) / ((longer.window_s - recent.window_s) / 2)
+    slope = min(slope, max(slope_now, 0.0)) if slope > 0 else max(slope, min(slope_now, 0.0))
+    line = rate + slope * (longer.window_s / 2 + config.horizon_s)
+    return min(max(line, 0.0), _MOST_TREND * max(rate_now, rate, state.average))
+
+
+def _averaged(old: LengthAverages, snapshot: PoolSnapshot, weight: float) -> LengthAverages:
+    longer, outputs, running = snapshot.arrivals_10s, snapshot.outputs, snapshot.running
+    new = old
+    if longer.requests and longer.prompt_tokens_mean > 0:
+        # Few requests say little: a window counts in full from ten on.
+        share = weight * min(1.0, longer.requests / 10) if old.prompt_mean else 1.0
+        new = msgspec.structs.replace(
+            new,
+            prompt_mean=_towards(old.prompt_mean, longer.prompt_tokens_mean, share),
+            prompt_p90=_towards(old.prompt_p90, longer.prompt_tokens_p90, share),
+        )
+    if outputs.requests:
+        share = weight * min(1.0, outputs.requests / 10) if old.output_mean else 1.0
+        new = msgspec.structs.replace(
+            new,
+            output_mean=_towards(old.output_mean, outputs.tokens_mean, share),
+            output_p90=_towards(old.output_p90, outputs.tokens_p90, share),
+        )
+    elif running.generated_mean > new.output_mean:
+        # Nothing finishes: outputs are at least as long as they are already.
+        new = msgspec.structs.replace(new, output_mean=running.generated_mean, output_p90=0.0)
+    return msgspec.structs.replace(new, hit_share=_towards(old.hit_share, snapshot.prefix_hit_share, weight))
+
+
+def _towards(old: float, new: float, weight: float) -> float:
+    return old + weight * (new - old)
+
+
+def _profile(old: Profile | None, lengths: LengthAverages, config: ControlConfig) -> Profile:
+    prompt = lengths.prompt_mean or config.assumed_prompt_tokens
+    output = lengths.output_mean or config.assumed_output_tokens
+    fresh = (
+        prompt,
+        max(lengths.prompt_p90, prompt),
+        max(output, config.assumed_output_tokens) if not lengths.output_mean else output,
+        max(lengths.output_p90, output),
+    )
+    hits = min(max(lengths.hit_share, 0.0), 0.95)
+    if old is not None and abs(hits - old.hit_share) < 0.075:
+        before = (old.prompt_mean, old.prompt_p90, old.output_mean, old.output_p90)
+        moved = max(abs(math.log(a / b)) for a, b in zip(fresh, before, strict=True))
+        if moved <= 0.75 * _LENGTH_STEP:
+            return old
+    prompt, prompt_p90, output, output_p90 = map(_rounded, fresh)
+    return Profile(prompt, prompt_p90, output, output_p90, round(20 * hits) / 20)
+
+
+def _rounded(tokens: float) -> float:
+    return max(1.0, math.exp(round(math.log(max(tokens, 1.0)) / _LENGTH_STEP) * _LENGTH_STEP))
+
+
+def _lengths(mean: float, p90: float) -> Lengths:
+    """Log-normal with that mean and P90: ln P90 − ln mean = z·σ − σ²/2, the smaller root."""
+    ratio = min(max(p90 / mean, 1.0), _MOST_P90_OVER_MEAN)
+    sigma = _Z90 - math.sqrt(max(0.0, _Z90**2 - 2 * math.log(ratio)))
+    p95 = mean * min(math.exp(_Z95 * sigma - sigma**2 / 2), MAX_P95_OVER_MEAN * 0.999)
+    return Lengths(mean, max(p95, mean))

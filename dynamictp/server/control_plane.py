@@ -1,0 +1,192 @@
+"""The control plane's loop: look, decide, note it down, and lead the layout there (C1, C2)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from dynamictp.clock import Clock
+from dynamictp.control.capacity import CostBook
+from dynamictp.control.config import ControlConfig, reloaded
+from dynamictp.control.planner import decide
+from dynamictp.control.reconciler import Observed, Reconciler, Target
+from dynamictp.control.state import PlannerState
+from dynamictp.control.values import Decision, PoolSnapshot
+from dynamictp.messages import CancelSwitch, RampSettings, SetLayout, Snapshot, SwitchStatus
+from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.leases import LeaseDesk
+from dynamictp.server.metrics import Metrics
+from dynamictp.server.pool_view import PoolView
+from dynamictp.server.switches import SwitchBoard
+
+log = logging.getLogger(__name__)
+
+PINNED_REASON = "pinned"
+
+
+class ControlPlane:
+    """Owner of the planner's state, the target and the journal. Lives in the event loop; decisions are made
+    in a thread, so that a slow one delays no token.
+
+    In dry-run mode it does all but act.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        client: EngineClient,
+        board: SwitchBoard,
+        desk: LeaseDesk,
+        view: PoolView,
+        cost: CostBook,
+        metrics: Metrics,
+    ) -> None:
+        self._clock = clock
+        self._client = client
+        self._board = board
+        self._desk = desk
+        self._view = view
+        self._cost = cost
+        self._metrics = metrics
+        self._state = PlannerState()
+        self._acts = view.mode == "dynamic"
+        self.reconciler = Reconciler(clock, self, board.new_id, bar_s=self.config.bar_s)
+        self.journal: deque[tuple[PoolSnapshot, Decision]] = deque(maxlen=self.config.journal_entries)
+
+    @property
+    def config(self) -> ControlConfig:
+        """The parameters in force. They live where the latencies are measured against them."""
+        return self._view.traffic.config
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Never returns. A tick that fails is logged, and the next one is made all the same."""
+        while True:
+            began_s = self._clock.now()
+            try:
+                await self.tick()
+            except Exception:
+                log.exception("a decision failed")
+            spent_s = self._clock.now() - began_s
+            await asyncio.sleep(max(0.0, self.config.interval_s - spent_s))
+
+    async def tick(self) -> Decision | None:
+        """One decision and what follows from it; None while there is no engine."""
+        snapshot, config = self._client.snapshot, self.config
+        if snapshot is None or not self._client.is_ready:
+            return None
+        seen = self._view.look(
+            snapshot,
+            self._client.live_requests,
+            now=self._clock.now(),
+            available=self._desk.pool.available,
+            pinned=self._board.pinned,
+            switch=self._board.in_flight,
+            barred=self.reconciler.bars(),
+        )
+        decision, self._state = await asyncio.to_thread(decide, seen, self._state, config, self._cost)
+        self._note(seen, decision)
+        self._act(decision, config)
+        return decision
+
+    def reload(self, config: ControlConfig) -> None:
+        """Other parameters from now on. Raises `ConfigError` for one that can't change while it runs."""
+        before = self.config
+        self._view.traffic.config = reloaded(before, config)
+        self.reconciler.bar_s = config.bar_s
+        for name in config.__struct_fields__:
+            old, new = getattr(before, name), getattr(config, name)
+            if old != new:
+                log.info("configuration: %s is %s, was %s", name, new, old)
+
+    # ------------------------------------------------------------ events
+
+    def on_status(self, status: SwitchStatus) -> None:
+        """Progress of any switch."""
+        mine = status.switch_id == self.reconciler.in_flight
+        if status.outcome == "committed":
+            self._view.traffic.committed()
+        self.reconciler.on_status(status)
+        if mine and status.outcome and not self._board.pinned:
+            # However it ended: the planner decides anew on what is there now.
+            self.reconciler.want(None)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._view.on_snapshot(snapshot)
+
+    def engine_lost(self) -> None:
+        """The next engine begins with the last committed layout; a target stays what it is."""
+        self.reconciler.engine_lost()
+
+    def unpin(self) -> None:
+        """The planner has the layout again."""
+        self.reconciler.want(None)
+
+    # ------------------------------------------------------------ within
+
+    def send(self, command: SetLayout | CancelSwitch) -> bool:
+        """The reconciler's way to the engine."""
+        if isinstance(command, CancelSwitch):
+            return self._client.send(command)
+        snapshot = self._client.snapshot
+        return self._board.command(command, snapshot.layout if snapshot else "", self._client.send)
+
+    def _note(self, seen: PoolSnapshot, decision: Decision) -> None:
+        last = self.journal[-1][1] if self.journal else None
+        self.journal.append((seen, decision))
+        self._metrics.plane.on_decision(decision)
+        if decision.target is not None or last is None or decision.alarms != last.alarms:
+            figures = ", ".join(f"{name} {value:g}" for name, value in decision.figures.items())
+            log.info(
+                "decision: %s -> %s, %s%s (%s)%s",
+                seen.layout,
+                decision.target or "stay",
+                decision.reason,
+                ", forced" if decision.forced else "",
+                figures,
+                "".join(f"; alarm {alarm}" for alarm in decision.alarms),
+            )
+
+    def _act(self, decision: Decision, config: ControlConfig) -> None:
+        """Make the target so. A pinned layout is led to in the same way, whatever the planner thinks."""
+        board, snapshot = self._board, self._client.snapshot
+        if not self._acts or snapshot is None:
+            return
+        if board.pinned:
+            self.reconciler.want(Target(board.target or snapshot.layout, PINNED_REASON, ramp=False))
+        else:
+            self._desk.reserve(decision.reserve, config.reserve_ahead_s)
+            if decision.target is not None:
+                self.reconciler.want(target_of(decision, config))
+        flight = board.in_flight
+        in_flight = (flight.switch_id, flight.to_layout) if flight is not None else None
+        self.reconciler.step(
+            Observed(snapshot.placed or snapshot.layout, self._desk.pool.available, in_flight)
+        )
+
+
+def target_of(decision: Decision, config: ControlConfig) -> Target:
+    """Where a decision leads, and how."""
+    assert decision.target is not None
+    return Target(
+        decision.target,
+        decision.reason.value,
+        forced=decision.forced,
+        ramp=not decision.forced,
+        settings=ramp_settings(config),
+        drain_deadline_s=config.drain_deadline_s,
+    )
+
+
+def ramp_settings(config: ControlConfig) -> RampSettings:
+    """The ramp's parameters, as the engine wants them."""
+    return RampSettings(
+        shares=config.ramp_steps,
+        observe_s=config.ramp_observe_s,
+        settle_s=config.ramp_settle_s,
+        min_finished=config.ramp_gate_samples,
+        worse=config.ramp_gate_ratio,
+    )

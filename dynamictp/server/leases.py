@@ -1,0 +1,214 @@
+"""Leases of devices to jobs outside the server: the pool's rules, joined to engine and supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from dynamictp.clock import Clock
+from dynamictp.control.pool import DeviceState, Lease, Level, ResourcePool
+from dynamictp.errors import CapacityError, LeaseConflict
+from dynamictp.layout import Layout, LayoutSpec
+from dynamictp.messages import Body, SetDevices, Snapshot
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 0.25
+"""Time between looks for leases that are lost, while there are any."""
+SNAPSHOT_S = 1.0
+"""Longest time that the engine lets pass without a snapshot."""
+
+
+class Power(Protocol):
+    """Who can do without a device's worker, and have it back."""
+
+    def sleep(self, device: int) -> None:
+        """End its worker: memory and all."""
+        ...
+
+    def wake(self, device: int) -> None:
+        """Start it again."""
+        ...
+
+    @property
+    def asleep(self) -> Collection[int]: ...
+
+
+class AlwaysAwake:
+    """Devices whose workers can't be ended; `released` is then no more than `standby`."""
+
+    def sleep(self, device: int) -> None: ...
+
+    def wake(self, device: int) -> None: ...
+
+    @property
+    def asleep(self) -> Collection[int]:
+        return ()
+
+
+class LeaseDesk:
+    """Owner of the way between the pool and the engine. Lives in the event loop.
+
+    A device may be lent only while the layout is at rest: between a switch's outcome and the next snapshot,
+    nobody here knows which devices are free.
+    """
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        clock: Clock,
+        *,
+        send: Callable[[Body], bool],
+        in_flight: Callable[[], object | None],
+    ) -> None:
+        """`in_flight`: the switch that has no outcome yet, if any."""
+        self.pool = pool
+        self.power: Power = AlwaysAwake()
+        self._clock = clock
+        self._send = send
+        self._in_flight = in_flight
+        self._unsettled = True
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------ from the engine
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        """What is in use now."""
+        used = {device for domain in snapshot.domains for device in domain.devices}
+        if snapshot.placed:
+            used |= Layout.parse(snapshot.placed).devices
+        self.pool.observe(used)
+        self._unsettled = False
+        self._notify()
+
+    def unsettle(self) -> None:
+        """A switch got on, or the engine is lost: what the last snapshot said may not be so any more."""
+        self._unsettled = True
+
+    # ------------------------------------------------------------ leases
+
+    async def lease(
+        self, count: int, level: Level, *, notice_s: float, grace_s: float, wait_s: float
+    ) -> Lease:
+        """Lend devices as soon as there are enough, at most `wait_s` from now. Raises `LeaseConflict`."""
+        began = self._clock.now()
+        while True:
+            try:
+                lease = self._lease(count, level, notice_s, grace_s)
+            except LeaseConflict:
+                # After a switch the next snapshot is due in a moment, which no one needs to wait for himself.
+                patience_s = max(wait_s, SNAPSHOT_S) if self._unsettled else wait_s
+                left = began + patience_s - self._clock.now()
+                if left <= 0 or not await self._wait(left):
+                    raise
+            else:
+                self._lent(lease)
+                return lease
+
+    def renew(self, lease_id: str) -> Lease:
+        return self.pool.renew(lease_id)
+
+    def give_back(self, lease_id: str) -> Lease:
+        lease = self.pool.give_back(lease_id)
+        self._returned((lease,), "returned")
+        return lease
+
+    def reserve(self, count: int, hold_s: float) -> None:
+        """As `ResourcePool.reserve`, with word to the log."""
+        self._called(self.pool.reserve(count, hold_s))
+
+    # ------------------------------------------------------------ layouts
+
+    def in_the_way(self, layout: Layout | LayoutSpec) -> frozenset[int]:
+        """Leased devices that stand against the layout; for shapes without devices all of them, if there are
+        too few others."""
+        if isinstance(layout, Layout):
+            return layout.devices & self.pool.leased
+        return self.pool.leased if layout.devices > self.pool.available else frozenset()
+
+    async def recall(self, layout: Layout | LayoutSpec, timeout_s: float) -> None:
+        """Call leases back that are in the way of a layout, and return when they are out of it. Raises
+        `LeaseConflict` where leases can't be revoked, `CapacityError` when the time is up first."""
+        end = self._clock.now() + timeout_s
+        while blocking := self.in_the_way(layout):
+            if not self.pool.revocable:
+                names = ", ".join(map(str, sorted(blocking)))
+                raise LeaseConflict(
+                    f"{layout} needs devices that are leased ({names}), and static mode does not revoke "
+                    "leases: wait, or end the jobs",
+                    free=self.pool.free,
+                )
+            if isinstance(layout, Layout):
+                self._called(self.pool.recall(blocking))
+            else:
+                self._called(self.pool.call_back(layout.devices - self.pool.available))
+            left = end - self._clock.now()
+            if left <= 0 or not await self._wait(left):
+                raise CapacityError(f"{layout}: its devices are called back from leases", retry_after_s=10)
+
+    # ------------------------------------------------------------ within
+
+    def _lease(self, count: int, level: Level, notice_s: float, grace_s: float) -> Lease:
+        if self._in_flight() is not None or self._unsettled:
+            raise LeaseConflict("the layout is changing; try again, or with wait_s", free=())
+        return self.pool.lease(count, level, notice_s=notice_s, grace_s=grace_s)
+
+    def _lent(self, lease: Lease) -> None:
+        log.info("lease %s: devices %s, %s", lease.id, lease.devices, lease.level)
+        self._tell_engine()
+        if lease.level == "released":
+            for device in lease.devices:
+                self.power.sleep(device)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._look())
+        self._notify()
+
+    def _returned(self, leases: Collection[Lease], how: str) -> None:
+        if not leases:
+            return
+        for lease in leases:
+            log.info("lease %s: devices %s are %s", lease.id, lease.devices, how)
+            for device in lease.devices:
+                if device in self.power.asleep:
+                    self.power.wake(device)
+        self._tell_engine()
+        self._notify()
+
+    def _called(self, leases: Collection[Lease]) -> None:
+        for lease in leases:
+            log.info("lease %s is called back: devices %s", lease.id, lease.devices)
+
+    def _tell_engine(self) -> None:
+        """An engine that is away learns it at its start."""
+        self._send(SetDevices(tuple(sorted(self.pool.leased))))
+
+    async def _look(self) -> None:
+        """While there are leases: end those that are lost."""
+        while self.pool.leases:
+            await asyncio.sleep(CHECK_S)
+            self._returned(self.pool.tick(), "lost: not renewed, or not returned in time")
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _wait(self, timeout_s: float) -> bool:
+        """False when nothing changed in that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def states(self) -> dict[int, DeviceState]:
+        return self.pool.states(self.power.asleep)
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)

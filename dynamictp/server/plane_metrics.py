@@ -1,0 +1,56 @@
+"""Metrics of the control plane: decisions, alarms, device states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from dynamictp.control.pool import DeviceState
+from dynamictp.control.values import Alarm, Decision
+
+
+class PlaneMetrics:
+    """Owner of the counts of decisions. `device_states` is asked at scrape time."""
+
+    def __init__(self) -> None:
+        self._decisions: Counter[str] = Counter()
+        self._last: Decision | None = None
+        self.device_states: Callable[[], Mapping[int, DeviceState]] = dict
+
+    def on_decision(self, decision: Decision) -> None:
+        self._decisions[decision.reason.value] += 1
+        self._last = decision
+
+    def collect(self) -> Iterator[Metric]:
+        last = self._last
+        decisions = CounterMetricFamily(
+            "dtp_decisions",
+            "Decisions of the planner. Why does the layout change, or stay?",
+            labels=["reason"],
+        )
+        for reason, count in self._decisions.items():
+            decisions.add_metric([reason], count)
+        yield decisions
+        yield GaugeMetricFamily(
+            "dtp_planner_devices",
+            "Devices that the planner's forecast needs. Does it ask for more than there are?",
+            value=last.reserve if last is not None else 0,
+        )
+        alarms = GaugeMetricFamily(
+            "dtp_alarm",
+            "1 while the last decision raised it. Is the target out of reach, "
+            "a calibration at its limit, or the layout flapping?",
+            labels=["alarm"],
+        )
+        for alarm in Alarm:
+            alarms.add_metric([alarm.value], float(last is not None and alarm in last.alarms))
+        yield alarms
+        states = Counter(state.value for state in self.device_states().values())
+        devices = GaugeMetricFamily(
+            "dtp_devices", "Devices by state. Is something leased, or waking up?", labels=["state"]
+        )
+        for state in DeviceState:
+            devices.add_metric([state.value], states[state.value])
+        yield devices

@@ -1,0 +1,291 @@
+"""The loop of the control plane over a fake engine: look, decide, act; modes, pins, parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dynamictp.advisor.local import ASSUMPTIONS
+from dynamictp.clock import ManualClock
+from dynamictp.control.config import ControlConfig, SloTable, build_control
+from dynamictp.control.facts import PoolFacts
+from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason
+from dynamictp.cost.figures import Figure
+from dynamictp.cost.hardware import DeviceFacts, EngineLimits, LinkFacts
+from dynamictp.cost.shape import ModelShape
+from dynamictp.messages import RampSettings, SetLayout, SwitchStatus
+from dynamictp.server import control_plane
+from dynamictp.server.control_plane import ControlPlane
+from dynamictp.server.traffic import Traffic
+from tests.server.server_stack import Stack, facts, running_stack
+
+CONFIG = ControlConfig(slo=SloTable(ttft_p99_s=2.0), ramp_observe_s=0.25)
+
+
+def pool_facts() -> PoolFacts:
+    device = DeviceFacts(
+        name="core",
+        memory_bytes=1e9,
+        bandwidth=Figure(10e9, "assumed", "test"),
+        shared_bandwidth=Figure(20e9, "assumed", "test"),
+        bf16_flops=Figure(100e9, "assumed", "test"),
+        shared_memory=True,
+        node_devices=2,
+    )
+    limits = EngineLimits(max_batched_tokens=64, max_num_seqs=8, max_step_s=0.1, kv_cap=0.7)
+    link = LinkFacts("memory", Figure(20e9, "assumed", "test"), Figure(1e-6, "assumed", "test"))
+    return PoolFacts(
+        ModelShape.of(facts()), device, limits, 1000.0, links=((2, link),), assumptions=ASSUMPTIONS
+    )
+
+
+@asynccontextmanager
+async def planned(mode: Mode = "dynamic") -> AsyncIterator[tuple[Stack, ControlPlane]]:
+    async with running_stack(mode=mode) as stack:
+        yield stack, stack.service.plan_with(pool_facts(), CONFIG)
+
+
+Say = Callable[..., None]
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Have the policy say what the test wants; it has tests of its own."""
+    wanted: dict[str, Any] = {"target": None}
+
+    def decide(seen: PoolSnapshot, state: Any, config: Any, cost: Any) -> tuple[Decision, Any]:
+        target = None if wanted["target"] == seen.layout else wanted["target"]
+        reason = Reason.GROW_PREDICTED if target else Reason.HOLD
+        return Decision(
+            seen.time_s, target, reason, target or seen.layout, reason, 1,
+            reserve=wanted.get("reserve", 1), forced=wanted.get("forced", False), figures={"load": 0.7},
+        ), state  # fmt: skip
+
+    monkeypatch.setattr(control_plane, "decide", decide)
+    return lambda target=None, **more: wanted.update(more, target=target)
+
+
+def commands(stack: Stack) -> list[SetLayout]:
+    return [body for body in stack.engine.received if isinstance(body, SetLayout)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_a_decision_becomes_a_ramped_switch_and_is_journaled(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        await plane.tick()
+        await until(lambda: stack.service.observed == "tp2")
+        await plane.tick()
+        (command,) = commands(stack)
+        assert (command.layout, command.ramp, command.reason) == ("tp2", True, "grow_predicted")
+        assert command.settings == RampSettings(observe_s=0.25)
+        answer = (await stack.http.get("/admin/decisions?last=5")).json()["decisions"]
+        assert [entry["target"] for entry in answer] == [None, "tp2"]
+        assert answer[1]["figures"] == {"load": 0.7}
+        with_snapshots = (await stack.http.get("/admin/decisions?last=1&snapshots=1")).json()["decisions"]
+        assert with_snapshots[0]["snapshot"]["layout"] == "tp2"
+        switches = (await stack.http.get("/admin/switches")).json()["switches"]
+        assert [(s["to"], s["reason"], s["outcome"]) for s in switches] == [
+            ("tp2", "grow_predicted", "closed")
+        ]
+        assert switches[0]["began_at"] <= switches[0]["committed_at"] <= switches[0]["ended_at"]
+        metrics = (await stack.http.get("/metrics")).text
+        assert 'dtp_decisions_total{reason="grow_predicted"} 1.0' in metrics
+        assert (
+            'dtp_tp_switches_total{from="tp1",outcome="committed",reason="grow_predicted",to="tp2"}'
+            in metrics
+        )
+
+
+async def test_forced_growth_skips_the_ramp(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2", forced=True)
+        await plane.tick()
+        await until(lambda: commands(stack))
+        assert (commands(stack)[0].forced, commands(stack)[0].ramp) == (True, False)
+
+
+async def test_dry_run_decides_and_does_nothing(says: Say) -> None:
+    async with planned("dry-run") as (stack, plane):
+        says("tp2", reserve=2)
+        await stack.http.post("/admin/leases", json={"devices": 1})
+        for _ in range(3):
+            await plane.tick()
+        assert not commands(stack)
+        assert len(plane.journal) == 3
+        assert stack.service.desk.pool.leases[0].state == "active"
+
+
+async def test_a_pinned_layout_stays_whatever_the_planner_says(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        await stack.http.put("/admin/layout", json={"layout": "tp1+tp1", "wait": "closed"})
+        await plane.tick()
+        assert (await stack.http.get("/admin/layout")).json()["pinned"] is True
+        assert [command.layout for command in commands(stack)] == ["tp1+tp1"]
+        assert plane.journal[-1][0].pinned
+        await stack.http.put("/admin/layout", json={"layout": "auto"})
+        await plane.tick()
+        await until(lambda: stack.service.observed == "tp2")
+        assert [command.reason for command in commands(stack)] == ["admin", "grow_predicted"]
+
+
+async def test_a_pinned_layout_is_led_to_again_when_the_engine_lost_it(says: Say) -> None:
+    async with planned() as (stack, plane):
+        stack.engine.hold_switches = True
+        await stack.http.put("/admin/layout", json={"layout": "tp2", "wait": "none"})
+        stack.service.engine_lost()
+        stack.engine._held.clear()
+        await plane.tick()
+        await until(lambda: len(commands(stack)) == 2)
+        assert (commands(stack)[1].layout, commands(stack)[1].reason) == ("tp2", "pinned")
+
+
+async def test_a_switch_taken_back_by_hand_is_not_begun_again(says: Say) -> None:
+    async with planned() as (stack, plane):
+        stack.engine.hold_switches = True
+        switch = (await stack.http.put("/admin/layout", json={"layout": "tp2", "wait": "none"})).json()
+        await stack.http.delete(f"/admin/switches/{switch['switch']['id']}")
+        await plane.tick()
+        await asyncio.sleep(0.01)
+        assert len(commands(stack)) == 1
+        assert stack.service.switches.pinned
+
+
+async def test_a_rolled_back_target_is_barred_and_the_planner_sees_it(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        stack.engine.hold_switches = True
+        await plane.tick()
+        await until(lambda: commands(stack))
+        switch_id = plane.reconciler.in_flight
+        stack.engine.link.send(
+            SwitchStatus(switch_id, "tp1", "tp2", "rollback", "rolled_back", error="slower")
+        )
+        await until(plane.reconciler.bars)
+        await plane.tick()
+        assert [bar.layout for bar in plane.journal[-1][0].barred] == ["tp2"]
+        assert len(commands(stack)) == 1
+        shown = (await stack.http.get("/admin/layout")).json()["barred"]
+        assert (shown[0]["layout"], 50 < shown[0]["for_s"] <= 60) == ("tp2", True)
+
+
+async def test_what_the_planner_needs_is_called_back_from_leases(says: Say) -> None:
+    async with planned() as (stack, plane):
+        await stack.http.post("/admin/leases", json={"devices": 1})
+        says("tp2", reserve=2)
+        await plane.tick()
+        assert plane.journal[-1][0].devices_available == 1
+        (lease,) = stack.service.desk.pool.leases
+        assert lease.state == "revoking"
+        await plane.tick()
+        assert not commands(stack)
+        await stack.http.delete(f"/admin/leases/{lease.id}")
+        await plane.tick()
+        await until(lambda: commands(stack))
+
+
+async def test_a_decision_that_fails_does_not_stop_the_loop(
+    says: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with planned() as (_, plane):
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            ticks += 1
+            if ticks == 1:
+                raise ValueError("broken")
+
+        monkeypatch.setattr(plane, "tick", tick)
+        plane.reload(build_control({"shrink_after_s": 20}))
+        running = asyncio.create_task(plane.run())
+        while ticks < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        running.cancel()
+
+
+async def test_the_real_planner_runs_on_what_the_server_sees() -> None:
+    async with planned() as (stack, plane):
+        await stack.complete(max_tokens=12)
+        stack.engine.hold_tokens = True
+        waiting = [asyncio.create_task(stack.complete(max_tokens=4)) for _ in range(3)]
+        await until(lambda: stack.service.client.live == 3)
+        decision = await plane.tick()
+        assert decision is not None
+        seen = plane.journal[-1][0]
+        assert (seen.layout, seen.legal, seen.devices_total) == ("tp1", ("tp1", "tp2", "tp1+tp1"), 2)
+        assert (seen.arrivals_10s.requests, seen.arrivals_10s.prompt_tokens_mean) == (4, 2.0)
+        assert (seen.outputs.requests, seen.outputs.tokens_mean) == (1, 12.0)
+        assert (seen.ttft.count, seen.tpot.count, seen.waiting.worst_ttft_ratio > 0) == (1, 1, True)
+        stack.engine.hold_tokens = False
+        stack.engine.arrived()
+        await asyncio.gather(*waiting)
+
+
+async def test_parameters_can_be_replaced_while_it_runs() -> None:
+    async with planned() as (stack, plane):
+        answer = await stack.http.put(
+            "/admin/config", json={"shrink_after_s": 20, "slo": {"tpot_p99_ms": 50}}
+        )
+        assert answer.status_code == 200
+        assert (plane.config.shrink_after_s, plane.config.slo.tpot_p99_ms) == (20, 50)
+        assert plane.config.slo.ttft_p99_s == 2.0
+        assert plane.config.ramp_observe_s == 0.25
+        shown = (await stack.http.get("/admin/config")).json()["config"]
+        assert shown["slo"]["tpot_p99_ms"] == 50
+        for wrong, name in (
+            ({"interval_s": 1}, "interval_s"),
+            ({"no_such": 1}, "no_such"),
+            ({"shrink_load": 0.9}, "shrink_load"),
+        ):
+            refused = await stack.http.put("/admin/config", json=wrong)
+            assert refused.status_code == 400
+            assert name in refused.json()["error"]["message"]
+        assert plane.config.shrink_load == CONFIG.shrink_load
+
+
+async def test_without_a_planner_there_is_nothing_to_ask(stack: Stack) -> None:
+    for path in ("/admin/decisions", "/admin/config"):
+        answer = await stack.http.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_planner")
+    async with planned() as (other, _):
+        assert (await other.http.get("/admin/decisions?last=x")).status_code == 400
+
+
+def test_latencies_from_before_a_commit_do_not_count() -> None:
+    clock = ManualClock(100.0)
+    traffic = Traffic(clock, ControlConfig())
+    traffic.first_token(10, 1.0)
+    traffic.finished(11, 101.0, 102.0)
+    assert (traffic.ttft().p50, traffic.tpot(()).p50) == (0.5, 1.0)
+    clock.advance(5.0)
+    traffic.committed()
+    assert (traffic.ttft().count, traffic.tpot(()).count) == (0, 0)
+    traffic.finished(11, 104.0, 106.0)  # began under the old layout
+    traffic.finished(11, 105.0, 106.0)
+    running = [(20, 105.5, 107.4), (3, 105.5, 109.0), (20, 101.0, 110.0)]
+    assert traffic.tpot(running).count == 2
+    clock.advance(61.0)
+    assert traffic.tpot(()).count == 0
+
+
+def test_arrivals_are_counted_in_two_windows() -> None:
+    clock = ManualClock(0.0)
+    traffic = Traffic(clock, ControlConfig())
+    clock.advance(1.0)
+    traffic.arrived(10)
+    assert traffic.arrivals(10.0).window_s == 1.0
+    clock.advance(8.0)
+    traffic.arrived(30)
+    assert (traffic.arrivals(2.0).requests, traffic.arrivals(10.0).prompt_tokens_mean) == (1, 20.0)
+    clock.advance(30.0)
+    assert traffic.arrivals(10.0).requests == 0
