@@ -80,4 +80,4 @@ def test_a_restart_of_the_engine_adds_to_what_the_request_went_through() -> None
     choice = make_choice([])
     choice.on_token(event(0, 97, 1, ServedBy("d1", 2, 1, 2, handovers=1)))
     choice.on_token(event(1, 98, 2, ServedBy("d5", 3, 3, 3, recomputes=1)))
-    assert choice.served == ServedBy("d5", 3, 1, 3, handovers=1, recomputes=1)
+    assert choice.served == ServedBy("d5", 3, 1, 3, handovers=1, recomputes=2)
