@@ -15,6 +15,7 @@ from dynamictp.cli.layout import layout
 from dynamictp.cli.lease import lease
 from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
+from dynamictp.cli.top import top
 from dynamictp.errors import DynamicTPError, FatalError
 
 INTERRUPTED = 130
@@ -34,6 +35,7 @@ cli.add_command(calibrate)
 cli.add_command(bench)
 cli.add_command(diagnose_command)
 cli.add_command(export)
+cli.add_command(top)
 
 
 def main() -> None:

@@ -94,10 +94,15 @@ class RequestMetrics:
         self._failures: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
         self._moves: Counter[str] = Counter({"handover": 0, "recompute": 0})
         self._tenants: dict[str, _Tenant] = {}
+        self.arrivals = 0
         self._prompts = 0
         self._cached = 0
 
     # ------------------------------------------------------------ what happens
+
+    def on_arrival(self) -> None:
+        """A request was taken."""
+        self.arrivals += 1
 
     def on_queued(self, seconds: float) -> None:
         """A request got its first token after waiting so long for a domain."""
@@ -148,6 +153,9 @@ class RequestMetrics:
         yield from self._collect_tenants()
 
     def _collect_ends(self) -> Iterator[Metric]:
+        yield counter(
+            "dtp_requests", "Requests taken, one per choice. How much traffic is there?", self.arrivals
+        )
         yield counters(
             "dtp_request_success",
             "Requests finished, by reason. Do users get whole answers?",

@@ -19,6 +19,7 @@ from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
 from dynamictp.server.control_routes import ControlRoutes
 from dynamictp.server.engine_client import CLOSED_RETRY_S
+from dynamictp.server.observe_routes import ObserveRoutes
 from dynamictp.server.openai_routes import OpenAIRoutes
 from dynamictp.server.service import Service
 
@@ -51,6 +52,7 @@ def create_app(service: Service, *, api: bool = True, admin: bool = True) -> Fas
         Route("/version", version, methods=["GET"]),
         *(OpenAIRoutes(service).routes() if api else ()),
         *((*AdminRoutes(service).routes(), *ControlRoutes(service).routes()) if admin else ()),
+        *(ObserveRoutes(service).routes() if admin else ()),
     ]
     app = FastAPI(
         title="DynamicTP",

@@ -230,6 +230,7 @@ class EngineClient:
             request_id, array("I", prompt).tobytes(), len(prompt), sampling, arrival_s, priority, sink
         )
         self._live[request_id] = live
+        self._metrics.requests.on_arrival()
         if self.traffic is not None:
             self.traffic.arrived(live.prompt_len)
         self._send_request(live)

@@ -6,6 +6,7 @@ text ends with the question that the metric answers.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dynamictp.clock import Clock, SystemClock
 from dynamictp.layout import PlacedShape, Shape
 from dynamictp.messages import DomainStatus, Snapshot, StepTotals, SwitchStatus
 from dynamictp.observe.aliases import vllm_aliases
@@ -27,6 +29,7 @@ from dynamictp.observe.families import (
     gauges,
     histogram,
 )
+from dynamictp.observe.history import History
 from dynamictp.observe.machine import MachineMetrics
 from dynamictp.observe.requests import RequestMetrics
 from dynamictp.server.plane_metrics import PlaneMetrics
@@ -40,7 +43,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics(Collector):
     """Everything `/metrics` shows. Fed by the engine client, read by `render`."""
 
-    def __init__(self, pool: str = "default") -> None:
+    def __init__(self, pool: str = "default", clock: Clock | None = None) -> None:
         self._pool = pool
         self._snapshot: Snapshot | None = None
         self._placed: dict[str, str] = {}
@@ -60,6 +63,8 @@ class Metrics(Collector):
         self.plane = PlaneMetrics()
         self.alias_model = ""
         """The model's name while its metrics are shown under the `vllm:` names too."""
+        self.history = History(clock or SystemClock(), time.time)
+        self.tokens_total = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -72,6 +77,7 @@ class Metrics(Collector):
     def on_token(self, domain: str, seconds: float, *, first: bool) -> None:
         """A token reached the server, `seconds` after the one before it, or after the request's arrival."""
         self._pending_tokens[domain] += 1
+        self.tokens_total += 1
         (self._ttft if first else self._itl).observe(seconds)
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
@@ -82,6 +88,16 @@ class Metrics(Collector):
             self._placed[domain.id] = placed_label(domain)
         while len(self._placed) > 1024:
             self._placed.pop(next(iter(self._placed)))
+        self.history.look(snapshot, self)
+
+    @property
+    def arrivals_total(self) -> int:
+        return self.requests.arrivals
+
+    @property
+    def latencies(self) -> tuple[Histogram, ...]:
+        """TTFT of each class, then the time between tokens."""
+        return (*self.requests.ttft.values(), self._itl)
 
     def on_switch(self, status: SwitchStatus) -> None:
         """Each switch counts once, at its first outcome; each of its phases once."""

@@ -87,7 +87,7 @@ class Service:
         """Wire client, switches and metrics together. `client.attach(link)` connects the engine."""
         clock = clock or SystemClock()
         incarnation = secrets.token_hex(3)
-        metrics, switches = Metrics(), SwitchBoard(incarnation)
+        metrics, switches = Metrics(clock=clock), SwitchBoard(incarnation)
         client = EngineClient(
             clock, metrics, max_live=max_live, on_switch=switches.on_status, on_worker_lost=on_worker_lost
         )
