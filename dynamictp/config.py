@@ -48,6 +48,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     api_key_file: str = ""
     admin_key_file: str = ""
     metrics_alias: Literal["", "vllm"] = ""
+    otlp_traces_endpoint: str = ""
     served_model_name: str = ""
     chat_template: str = ""
     generation_config: Literal["", "auto"] = ""

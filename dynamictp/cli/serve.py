@@ -36,6 +36,7 @@ HELP = {
     "api_key_file": "file of API keys (not built yet)",
     "admin_key_file": "file of admin keys (not built yet)",
     "metrics_alias": "show metrics a second time under the names of another server, for its dashboards",
+    "otlp_traces_endpoint": "URL that traces go to, such as http://127.0.0.1:4318/v1/traces (default: none)",
     "served_model_name": "name of the model in the API",
     "chat_template": "file with a Jinja chat template that replaces the model's",
     "generation_config": "auto: take sampling defaults from the model",

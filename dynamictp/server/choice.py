@@ -121,6 +121,13 @@ class Choice:
     # ------------------------------------------------------------ for the response
 
     @property
+    def end(self) -> str:
+        """How it ended, for logs and traces."""
+        if self.failure is not None:
+            return "error"
+        return self.finish_reason or "cancelled"
+
+    @property
     def served(self) -> ServedBy | None:
         """Where the request runs and what it went through; None before its first token."""
         return merge_served(self._past, self._served)

@@ -34,6 +34,7 @@ from dynamictp.messages import (
     WorkerLost,
 )
 from dynamictp.observe.requests import Finished, failure_of
+from dynamictp.observe.tracing import Tracer
 from dynamictp.server.engine_link import EngineLink
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.traffic import Traffic
@@ -124,6 +125,8 @@ class EngineClient:
         self._idle = asyncio.Event()
         self.dropped_events = 0
         """Token events that were late, repeated or out of order."""
+        self.tracer: Tracer | None = None
+        """Told of HTTP requests when they end, if traces are wanted."""
         self.traffic: Traffic | None = None
         """Told what the planner has to know, if there is one."""
         self.on_snapshot: Callable[[], None] = lambda: None

@@ -25,6 +25,7 @@ from dynamictp.model.load import open_model
 from dynamictp.model.source import ModelSource
 from dynamictp.model.weights import plan_weights
 from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
+from dynamictp.observe.tracing import open_tracer
 from dynamictp.server.app import create_app
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
@@ -113,6 +114,8 @@ class _Launch:
             await runner.stop()
             service.client.detach()
             await supervisor.stop()
+            if service.client.tracer is not None:
+                await asyncio.to_thread(service.client.tracer.close)
         return interrupted.result()
 
     async def _serve(
@@ -191,6 +194,8 @@ class _Launch:
                 devices=lambda: {d: Placed(supervisor.pid(d), plan.cores[d]) for d in range(plan.devices)},
             )
         )
+        if config.otlp_traces_endpoint:
+            service.trace_with(open_tracer(config.otlp_traces_endpoint, service.clock, service.model))
         if config.metrics_alias:
             service.metrics.alias_model = service.model
         return service

@@ -20,6 +20,7 @@ from dynamictp.layout import legal_specs
 from dynamictp.messages import SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.observe.tracing import Tracer
 from dynamictp.server.control_plane import ControlPlane
 from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.leases import LeaseDesk
@@ -135,6 +136,11 @@ class Service:
             metrics=self.metrics,
         )
         return self.plane
+
+    def trace_with(self, tracer: Tracer) -> None:
+        """Have traces made of requests and switches from now on."""
+        self.client.tracer = tracer
+        self.switches.listeners.append(tracer.switch)
 
     def engine_lost(self) -> None:
         """What was under way in the engine is not any more."""
