@@ -57,6 +57,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     crash_budget: int = 20
     drain_s: float = 30.0
     calibration: str = ""
+    journal: str = ""
     control: ControlConfig = ControlConfig()
     """In files and flags its fields stand beside the others."""
 
@@ -132,12 +133,25 @@ def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice: one of the two is not what was meant."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key '{twice}' is there twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # noqa: S506  (a SafeLoader)
     except OSError as error:
         raise ConfigError(f"can't read the configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # the library raises whatever a value of a wrong form leads to
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if content is None:
         return {}
@@ -165,6 +179,10 @@ def _check(config: ServeConfig) -> None:
         parse_size(config.kv_memory)
     if not config.model:
         raise ConfigError("no model: give a folder, a file.gguf or 'demo'")
+    try:
+        config.model_name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the name {config.model_name!r} is no text: give --served-model-name") from error
     try:
         parse_layout(config.layout)
     except LayoutRefused as error:

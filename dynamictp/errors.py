@@ -23,6 +23,8 @@ Messages say what was wrong, what was expected and what to do.
 
 from __future__ import annotations
 
+_MAX_MESSAGE_CHARS = 800
+
 
 class DynamicTPError(Exception):
     """Root of every error this package raises on purpose."""
@@ -118,6 +120,12 @@ class FatalError(DynamicTPError):
     """The process can't start or go on; the CLI prints the message and exits with `exit_code`."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        """The message may quote a file, which may hold anything: a long one is cut in the middle."""
+        half = _MAX_MESSAGE_CHARS // 2
+        cut = len(message) > _MAX_MESSAGE_CHARS
+        super().__init__(f"{message[:half]} … {message[-half:]}" if cut else message)
 
 
 class ConfigError(FatalError):

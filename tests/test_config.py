@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dynamictp.config import GIB, build_config, is_loopback, parse_size, to_yaml
 from dynamictp.errors import ConfigError
@@ -41,12 +44,70 @@ def test_flag_over_file_over_default(tmp_path: Path) -> None:
         ("host: 0.0.0.0", "insecure"),
         ("api_key_file: keys", "api-key-file"),
         ("model: ''", "model"),
+        ("port: 2024-99-99", "is not YAML"),
+        ("port: !!int x", "is not YAML"),
+        ("port: " + "9" * 5000, "is not YAML"),
+        ("port: " + "[" * 400, "is not YAML"),
+        ("port: " + "- " * 400 + "a", "is not YAML"),
+        ("port: 1\nport: 2", "'port' is there twice"),
+        ("layout: !!python/object/apply:os.system ['false']", "is not YAML"),
+        ("port: 1\n---\nport: 2", "is not YAML"),
+        ("port: &a [*a]", "port"),
+        ("1: 2", "mapping"),
+        ("max_step_ms: .nan", "max-step-ms"),
+        ("hang_s: 1e999", "hang_s"),
+        ("devices: 1.5", "devices"),
+        ("insecure: 1", "insecure"),
+        ("layout: null", "layout"),
+        ("layout: " + "tp1+" * 100_000 + "tp1", "layout"),
+        ('model: "\\ud800"', "served-model-name"),
     ],
 )
 def test_wrong_values_are_named(tmp_path: Path, content: str, named: str) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=named):
+        build_config({}, str(file))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"\x00", b"port: \x80", bytes(range(256))])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"serve\.yaml is not YAML"):
+        build_config({}, str(file))
+
+
+PIECES = [
+    *("port", "layout", "kv_memory", "hang_s", "host", "1", "1e999", ".nan", "tp1", "~", "0x", "2024-99-99"),
+    *(
+        ": ",
+        "\n",
+        "- ",
+        "[",
+        "]",
+        "{",
+        "}",
+        "&a ",
+        "*a",
+        "!!int ",
+        "!!binary ",
+        "'",
+        '"',
+        "|",
+        "%",
+        "---",
+        "\t",
+    ),
+]
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_any_file_is_a_configuration_or_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    with contextlib.suppress(ConfigError):
         build_config({}, str(file))
 
 

@@ -35,7 +35,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Servers to compare: `layouts` of one model on `devices` (0: as many as the widest layout takes)."""
+    """Servers to compare: `layouts` of one model on `devices` (0: as many as the widest layout takes).
+
+    `dynamic` is a server whose planner chooses the layout, from `tp1` on.
+    """
 
     layouts: tuple[str, ...]
     model: str = "demo"
@@ -43,19 +46,24 @@ class Servers:
     flags: tuple[str, ...] = ()
 
     def commands(self) -> dict[str, list[str]]:
-        """Command line by layout. Raises ConfigError for what is no layout, or is not built yet."""
-        if DYNAMIC in self.layouts:
-            raise ConfigError(
-                "'dynamic' needs the control plane, which is not built yet; name layouts, such as tp2,2*tp1"
-            )
+        """Command line by layout. Raises ConfigError for what is no layout, and for `dynamic` alone without
+        a number of devices.
+        """
         try:
-            specs = {text: LayoutSpec.parse(text) for text in self.layouts}
+            specs = {text: LayoutSpec.parse(text) for text in self.layouts if text != DYNAMIC}
         except LayoutRefused as error:
             raise ConfigError(str(error)) from error
-        if not specs:
-            raise ConfigError("name the layouts to compare, such as --layouts tp2,2*tp1")
-        devices = self.devices or max(spec.devices for spec in specs.values())
-        return {text: [*serve_command(text, devices, self.model), *self.flags] for text in specs}
+        if not self.layouts:
+            raise ConfigError("name the layouts to compare, such as --layouts tp2,2*tp1,dynamic")
+        devices = self.devices or max((spec.devices for spec in specs.values()), default=0)
+        if not devices:
+            raise ConfigError("'dynamic' alone says nothing of the pool; give --devices")
+        return {text: [*self._command(text, devices), *self.flags] for text in dict.fromkeys(self.layouts)}
+
+    def _command(self, text: str, devices: int) -> list[str]:
+        if text == DYNAMIC:
+            return [*serve_command("tp1", devices, self.model), "--mode", "dynamic"]
+        return serve_command(text, devices, self.model)
 
 
 def benchmark(url: str, label: str, job: Job, console: Console) -> Bench:

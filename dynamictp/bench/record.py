@@ -87,11 +87,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Targets in seconds; goodput counts requests that meet both. `classes` overrides by class or tenant."""
+    """Targets in seconds; goodput counts requests that meet both. `overrides` are by class or tenant.
+
+    The TTFT target grows by `ttft_per_token_s` for every token of the prompt.
+    """
 
     ttft_s: float = 2.0
     tpot_s: float = 0.1
     overrides: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    ttft_per_token_s: float = 0.0
 
     def of(self, result: Result) -> tuple[float, float]:
         """(TTFT, TPOT) target of a request; a tenant's override goes before its class's."""
@@ -102,6 +106,7 @@ class Slo:
     def met(self, result: Result) -> bool:
         """Whether a finished request met its targets; one token has no TPOT to miss."""
         ttft_s, tpot_s = self.of(result)
+        ttft_s += self.ttft_per_token_s * (result.prompt_tokens or result.request.prompt_tokens or 0)
         if result.failure is not None or result.ttft_s is None or result.ttft_s > ttft_s:
             return False
         return result.tpot_s is None or result.tpot_s <= tpot_s

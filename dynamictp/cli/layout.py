@@ -72,6 +72,8 @@ def show(url: str) -> None:
 @click.option("--ramp", is_flag=True, help="move requests step by step, and back if that is worse")
 def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None, *, ramp: bool) -> None:
     """Switch to LAYOUT, such as tp2 or tp1+tp1, with all requests running on."""
+    if not text.isprintable():
+        raise LayoutRefused(f"{text!r} is no layout; expected one such as tp2 or tp1+tp1")
     body: dict[str, Any] = {"layout": text, "wait": wait, "ramp": ramp}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
@@ -102,7 +104,7 @@ def _spec(text: str) -> LayoutSpec:
 def _call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
         response = httpx.request(method, f"{url.rstrip('/')}/admin/layout", json=body, timeout=WAIT_S)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DynamicTPError(
             f"no answer from {url}: {error}; is the server running, and is --url right?"
         ) from error

@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
     type=click.FloatRange(0, 3600),
     default=10.0,
     show_default=True,
-    help="seconds before they are needed that devices are called back, if that is known so early",
+    help="seconds that the server waits for devices it calls back",
 )
 @click.option(
     "--grace",

@@ -13,6 +13,8 @@ import click
 
 from dynamictp.advisor.matrix import matrix_page
 from dynamictp.cli import cli
+from dynamictp.control.config import ControlConfig, Slo, parameters
+from dynamictp.server.field_table import api_fields_page
 from dynamictp.server.metrics import Metrics
 
 NOTE = "<!-- Made by scripts/gen-docs from the code; edits here are lost. -->\n\n"
@@ -49,7 +51,29 @@ def deployment_page() -> str:
     return matrix_page(NOTE)
 
 
-PAGES = {"commands.md": command_page, "metrics.md": metric_page, "deployment-matrix.md": deployment_page}
+def control_page() -> str:
+    """Every parameter of the control plane."""
+    rows = ["| parameter | default | range | reload | effect |", "|---|---|---|---|---|"]
+    for prefix, kind in (("slo.", Slo), ("", ControlConfig)):
+        rows += [
+            f"| `{prefix}{p.name}` | {p.default} | {p.range} | {'yes' if p.reload else 'no'} | {p.effect} |"
+            for p in parameters(kind)
+        ]
+    intro = (
+        "Keys of the configuration file; [control.md](control.md) says how they work together. Targets can "
+        "differ by class and tenant: `slo.classes.NAME` and `slo.tenants.NAME` take the same three keys, a "
+        "tenant's go over a class's. Those marked *reload* can be changed while the server runs."
+    )
+    return f"{NOTE}# Parameters of the control plane\n\n{intro}\n\n" + "\n".join(rows) + "\n"
+
+
+PAGES = {
+    "api-fields.md": lambda: api_fields_page(NOTE),
+    "commands.md": command_page,
+    "metrics.md": metric_page,
+    "deployment-matrix.md": deployment_page,
+    "control-parameters.md": control_page,
+}
 
 
 def _commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:

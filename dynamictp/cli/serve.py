@@ -44,6 +44,7 @@ HELP = {
     "hang_s": "seconds without progress after which a worker counts as hanging, unless its step is long",
     "crash_budget": "crashes of one process in ten minutes beyond which the server gives up",
     "drain_s": "seconds that running requests may take after SIGTERM",
+    "journal": "file that the planner's snapshots and decisions are added to, as JSON lines",
     "calibration": "file of `dynamictp calibrate`, from which the planner takes its first capacities",
 }
 

@@ -1,7 +1,7 @@
 """What each layout carries and how soon it answers, by the cost model. Pure; owners only memoise.
 
-The capacity of a domain is its throughput at the largest batch that holds the SLO: mean TPOT within its
-target, the KV of the batch in memory, nine prompts of ten within their TTFT target when they need not wait.
+The capacity of a domain is its throughput at the largest batch that holds the SLO: the KV of the batch in
+memory, TPOT within its target for nine requests of ten, and TTFT for nine of ten that need not wait.
 The curve from load to latency is walked along the batch: λ(B) = B ÷ (E[n]·d(B) + B·m(B)), as in
 `dynamictp.cost.batching`.
 """
@@ -27,15 +27,20 @@ from dynamictp.layout import LayoutSpec, Shape
 _FULL = 0.97
 """Latencies are predicted up to this part of the capacity; beyond, they grow with the overload."""
 _LATE_PROMPTS = 0.1
+_Z90 = 1.2816
 _KEPT_TABLES = 8
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """Mean latencies at a load. Seconds."""
+    """Latencies at a load: means, and the P90 of a request's TPOT. Seconds."""
 
     ttft_s: float
     tpot_s: float
+    tpot_high_s: float
     e2e_s: float
+
+
+_NEVER = Predicted(math.inf, math.inf, math.inf, math.inf)
 
 
 class _Point(msgspec.Struct, frozen=True):
@@ -44,6 +49,8 @@ class _Point(msgspec.Struct, frozen=True):
     rows: float
     rate: float
     tpot_s: float
+    tpot_high_s: float
+    """P90 over requests: they meet other batches, and other prompts fall into their lives."""
     prompt_s: float
     """Mean time of a prompt from its first step to its first token."""
     busy_s: float
@@ -69,7 +76,7 @@ class Curve(msgspec.Struct, frozen=True):
     def at(self, rate: float, servers: int) -> Predicted:
         """Mean latencies when `servers` such domains receive `rate` requests per second each."""
         if not self.points:
-            return Predicted(math.inf, math.inf, math.inf)
+            return _NEVER
         overload = max(1.0, rate / (_FULL * self.full))
         rate = min(rate, _FULL * self.full)
         low, high, share = self._between(rate)
@@ -82,7 +89,8 @@ class Curve(msgspec.Struct, frozen=True):
         )
         ttft = (_mix(low.prompt_s, high.prompt_s, share) + min(wait.mean, 1e6)) * overload
         tpot *= overload
-        return Predicted(ttft, tpot, ttft + self.outputs * tpot)
+        late = _mix(low.tpot_high_s, high.tpot_high_s, share) * overload
+        return Predicted(ttft, tpot, late, ttft + self.outputs * tpot)
 
     def _between(self, rate: float) -> tuple[_Point, _Point, float]:
         points = self.points
@@ -152,8 +160,8 @@ class Table:
     def _predict(self, layout: str, rate: float) -> Predicted:
         entry = self.entries[layout]
         if entry.full <= 0:
-            return Predicted(math.inf, math.inf, math.inf)
-        ttft = tpot = e2e = 0.0
+            return _NEVER
+        ttft = tpot = high = e2e = 0.0
         for tp in set(entry.shapes):
             count = entry.shapes.count(tp)
             curve = self._curve(tp, entry.devices)
@@ -163,8 +171,9 @@ class Table:
             found = curve.at(rate * share, count)
             ttft += count * share * found.ttft_s
             tpot += count * share * found.tpot_s
+            high += count * share * found.tpot_high_s
             e2e += count * share * found.e2e_s
-        return Predicted(ttft, tpot, e2e)
+        return Predicted(ttft, tpot, high, e2e)
 
     def _entry(self, text: str) -> Entry:
         spec = LayoutSpec.parse(text)
@@ -258,10 +267,16 @@ def _point(replica: Replica, rows: float, profile: Profile, slo: Slo) -> _Point:
     rate = rows / (decoding + rows * added)
     if busy > 0:
         rate = min(rate, 1 / busy)
+    left = max(1 - rate * added, 1e-3)
+    tpot = replica.decode_s(rows) / left
+    crowded = replica.decode_s(rows + math.sqrt(rows)) / left
+    second = missed**2 * sum(weight * cost.added**2 for weight, cost in costs)
+    spread = math.sqrt((crowded - tpot) ** 2 + rate * second * tpot / replica.decode_tokens)
     return _Point(
         rows=rows,
         rate=rate,
-        tpot_s=replica.decode_s(rows) / max(1 - rate * added, 1e-3),
+        tpot_s=tpot,
+        tpot_high_s=tpot + _Z90 * spread,
         prompt_s=missed * sum(weight * cost.latency for weight, cost in costs),
         busy_s=busy,
         busy_square=missed**2 * sum(weight * cost.occupancy**2 for weight, cost in costs),
@@ -275,16 +290,17 @@ def _point(replica: Replica, rows: float, profile: Profile, slo: Slo) -> _Point:
 
 
 def _capacity(points: list[_Point], tpot_s: float) -> float:
-    """Highest rate with mean TPOT within its target and prompts in time; between two points, linear."""
+    """Highest rate with TPOT and prompts within their targets for nine of ten; between two points, linear."""
     held = 0.0
-    if points[0].tpot_s > tpot_s or points[0].late > _LATE_PROMPTS:
+    if points[0].tpot_high_s > tpot_s or points[0].late > _LATE_PROMPTS:
         return held
     held = points[0].rate
     for low, high in pairwise(points):
         if high.late > _LATE_PROMPTS:
             return held
-        if high.tpot_s > tpot_s:
-            return low.rate + (high.rate - low.rate) * (tpot_s - low.tpot_s) / (high.tpot_s - low.tpot_s)
+        if high.tpot_high_s > tpot_s:
+            share = (tpot_s - low.tpot_high_s) / (high.tpot_high_s - low.tpot_high_s)
+            return _mix(low.rate, high.rate, share)
         held = high.rate
     return held
 

@@ -124,6 +124,12 @@ def predicted_growth(s: Scene) -> Wish | None:
     return Wish(best.layout, Reason.REVIVE if revived else Reason.GROW_PREDICTED, forced, gain)
 
 
+def misses(s: Scene) -> bool:
+    """A measured latency is above its threshold."""
+    limit = s.config.feedback_threshold
+    return max(ttft_ratio(s.snapshot, s.config), tpot_ratio(s.snapshot, s.config)) > limit
+
+
 def feedback_growth(s: Scene) -> Wish | None:
     """A measured latency is above its threshold: the fewest devices that are predicted to mend it."""
     ttft, tpot = ttft_ratio(s.snapshot, s.config), tpot_ratio(s.snapshot, s.config)
@@ -157,10 +163,7 @@ def feedback_growth(s: Scene) -> Wish | None:
 
 def shrink_allowed(s: Scene) -> bool:
     """Load is low and latencies are good: a smaller layout may do. To be sustained."""
-    if s.config.objective != "efficiency" or s.snapshot.waiting.needs_devices:
-        return False
-    limit = s.config.feedback_threshold
-    if ttft_ratio(s.snapshot, s.config) > limit or tpot_ratio(s.snapshot, s.config) > limit:
+    if s.config.objective != "efficiency" or s.snapshot.waiting.needs_devices or misses(s):
         return False
     if s.table.load(s.snapshot.layout, s.demand.slow) >= s.config.shrink_load:
         return False
@@ -213,16 +216,16 @@ def better_shape(s: Scene) -> Wish | None:
 
 def ttft_ratio(snapshot: PoolSnapshot, config: ControlConfig) -> float:
     """TTFT ÷ target: the measured quantile, or what those without a first token have waited already since
-    the last commit."""
+    the last commit. While domains drain beside new ones only the latter counts: the drain will end."""
     waiting, worst = snapshot.waiting, snapshot.waiting.worst_ttft_ratio
     if snapshot.last_commit_s is not None and waiting.oldest_s > 0:
         worst *= min(1.0, (snapshot.time_s - snapshot.last_commit_s) / waiting.oldest_s)
-    return max(_quantile(snapshot.ttft, config), worst)
+    return worst if snapshot.draining else max(_quantile(snapshot.ttft, config), worst)
 
 
 def tpot_ratio(snapshot: PoolSnapshot, config: ControlConfig) -> float:
-    """TPOT ÷ target."""
-    return _quantile(snapshot.tpot, config)
+    """TPOT ÷ target; not while domains drain."""
+    return 0.0 if snapshot.draining else _quantile(snapshot.tpot, config)
 
 
 def _quantile(digest: Digest, config: ControlConfig) -> float:
@@ -234,7 +237,7 @@ def _quantile(digest: Digest, config: ControlConfig) -> float:
 def _measures(
     before: Predicted, after: Predicted, ttft: float, tpot: float
 ) -> tuple[tuple[float, float, float], ...]:
-    return (before.ttft_s, after.ttft_s, ttft), (before.tpot_s, after.tpot_s, tpot)
+    return (before.ttft_s, after.ttft_s, ttft), (before.tpot_high_s, after.tpot_high_s, tpot)
 
 
 def _gain(before: float, after: float) -> float:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -112,9 +112,9 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ge=0,
             le=10,
             description="How far the last 2 s must lie above the average to count as a burst, in standard "
-            "deviations of Poisson arrivals.",
+            "deviations of the arrivals' usual scatter.",
         ),
-    ] = 3.0
+    ] = 3.5
     assumed_output_tokens: Annotated[
         float, Meta(ge=1, le=1_000_000, description="Length of outputs until some have finished.")
     ] = 128.0
@@ -152,7 +152,13 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float, Meta(ge=0, le=86_400, description="How long a shrink must have been possible all the time.")
     ] = 300.0
     slow_window_s: Annotated[
-        float, Meta(ge=1, le=3600, description="Time constant of the slow arrival rate that shrinks use.")
+        float,
+        Meta(
+            ge=1,
+            le=3600,
+            description="Time constant of the slow arrival rate that shrinks use; a quarter of "
+            "`shrink_after_s` where that is shorter.",
+        ),
     ] = 60.0
     consecutive: Annotated[
         int, Meta(ge=1, le=1000, description="Decisions in a row that must want a shrink or sideways move.")
@@ -194,8 +200,10 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ramp_settle_s: Annotated[
         float, Meta(ge=0, le=600, description="Time at 100 % before the old domains drain.")
     ] = 2.0
-    ramp_steps: tuple[Annotated[float, Meta(gt=0, le=1)], ...] = (0.1, 0.25, 0.5, 1.0)
-    """Share of new requests that go to the new side, step by step."""
+    ramp_steps: Annotated[
+        tuple[Annotated[float, Meta(gt=0, le=1)], ...],
+        Meta(min_length=1, description="Share of new requests for the new side, step by step; ends at 1."),
+    ] = (0.1, 0.25, 0.5, 1.0)
     ramp_gate_samples: Annotated[
         int, Meta(ge=1, le=100_000, description="Finished requests a side that the latency gate needs.")
     ] = 20
@@ -218,6 +226,11 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     journal_entries: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Decisions kept in memory.", extra=FIXED)
     ] = 7200
+
+    @property
+    def slow_s(self) -> float:
+        """Time constant of the slow arrival rate."""
+        return max(min(self.slow_window_s, self.shrink_after_s / 4), 1.0)
 
 
 def build_control(values: Mapping[str, Any]) -> ControlConfig:
@@ -254,10 +267,47 @@ def reloaded(old: ControlConfig, new: ControlConfig) -> ControlConfig:
 
 def fixed_fields() -> tuple[str, ...]:
     """Fields that a reload can't change."""
-    info = msgspec.inspect.type_info(ControlConfig)
+    return tuple(parameter.name for parameter in parameters(ControlConfig) if not parameter.reload)
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A field as a reference page shows it."""
+
+    name: str
+    default: str
+    range: str
+    reload: bool
+    effect: str
+
+
+def parameters(kind: type[msgspec.Struct]) -> Iterator[Parameter]:
+    """Fields that have a described effect, in order."""
+    info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType)
-    return tuple(
-        field.name
-        for field in info.fields
-        if isinstance(field.type, msgspec.inspect.Metadata) and field.type.extra == FIXED
-    )
+    for field in info.fields:
+        if isinstance(field.type, msgspec.inspect.Metadata) and field.type.extra_json_schema:
+            yield Parameter(
+                field.name,
+                _text(field.default),
+                _range(field.type.type),
+                (field.type.extra or {}) != FIXED,
+                field.type.extra_json_schema["description"],
+            )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _range(kind: msgspec.inspect.Type) -> str:
+    if isinstance(kind, msgspec.inspect.LiteralType):
+        return ", ".join(map(str, kind.values))
+    if isinstance(kind, msgspec.inspect.VarTupleType):
+        inner = kind.item_type
+        return "each " + _range(inner.type if isinstance(inner, msgspec.inspect.Metadata) else inner)
+    low = getattr(kind, "ge", None)
+    above, high = getattr(kind, "gt", None), getattr(kind, "le", None)
+    start = f"above {above:g}" if above is not None else f"{low:g}"
+    return f"{start} to {high:g}"

@@ -21,6 +21,8 @@ from dynamictp.control.values import Alarm, Decision, PoolSnapshot, Reason, Swit
 from dynamictp.cost.switching import break_even_s, switch_price
 
 _HOUR_S = 3600.0
+_MISSES = 2
+"""A single look at running requests may find one that was just interrupted."""
 _HOLDS = frozenset(Reason) - {
     Reason.GROW_PREDICTED,
     Reason.GROW_FEEDBACK,
@@ -89,7 +91,11 @@ def _observe(
 def _wish(s: Scene, state: PlannerState, cost: CostBook) -> tuple[Wish, PlannerState]:
     """The first of: must leave, grow, shrink, another shape. Sustained ones only once they were."""
     held: Wish | None = None
+    state = msgspec.structs.replace(state, missed=state.missed + 1 if choice.misses(s) else 0)
     for look in (choice.must_leave, choice.only_wider, choice.feedback_growth, choice.predicted_growth):
+        if look is choice.feedback_growth and 0 < state.missed < _MISSES:
+            held = held or Wish(s.snapshot.layout, Reason.SUSTAIN)
+            continue
         wish = look(s)
         if wish is not None and wish.reason not in _HOLDS:
             return wish, msgspec.structs.replace(state, shrink=None, sideways=None)
@@ -162,15 +168,20 @@ def _gate(s: Scene, wish: Wish, state: PlannerState) -> _Verdict:
         if wish.forced and wish.target != under_way and _goes_wrong(s, wish.target, under_way):
             return _Verdict(wish.target, wish.reason, cancel=True)
         return _Verdict(None, Reason.IN_FLIGHT)
-    too_soon = None if wish.forced else _too_soon(s, state)
+    too_soon = None if wish.forced else _too_soon(s, wish, state)
     return _Verdict(wish.target, wish.reason) if too_soon is None else _Verdict(None, too_soon)
 
 
-def _too_soon(s: Scene, state: PlannerState) -> Reason | None:
-    """What an unforced switch has to wait for."""
+def _too_soon(s: Scene, wish: Wish, state: PlannerState) -> Reason | None:
+    """What an unforced switch has to wait for. Taking a draining domain back costs nothing, and could hardly
+    ever wait for the interval after the switch that made it drain."""
     times = (state.last_switch_s, s.snapshot.last_commit_s)
     last = max((t for t in times if t is not None), default=None)
-    if last is not None and s.snapshot.time_s - last < s.config.min_interval_s:
+    if (
+        wish.reason is not Reason.REVIVE
+        and last is not None
+        and s.snapshot.time_s - last < s.config.min_interval_s
+    ):
         return Reason.MIN_INTERVAL
     return Reason.BUDGET if len(state.unforced) >= s.config.switches_per_hour else None
 
@@ -240,11 +251,17 @@ def _decision(s: Scene, wish: Wish, verdict: _Verdict, state: PlannerState) -> D
         wanted_reason=wish.reason,
         devices=s.table.entries[target].devices,
         reserve=reserve,
-        forced=wish.forced and verdict.target is not None,
+        forced=wish.forced and (verdict.target is not None or _urgent(s, wish, verdict)),
         cancel=verdict.cancel,
         figures=_figures(s, wish, state),
         alarms=tuple(alarms),
     )
+
+
+def _urgent(s: Scene, wish: Wish, verdict: _Verdict) -> bool:
+    """The switch under way leads to where the wish does."""
+    switch = s.snapshot.switch
+    return verdict.reason is Reason.IN_FLIGHT and switch is not None and switch.to_layout == wish.target
 
 
 def _figures(s: Scene, wish: Wish, state: PlannerState) -> dict[str, float]:

@@ -18,8 +18,8 @@ Level = Literal["standby", "released"]
 
 EXPIRE_S = 15.0
 """A lease that is not renewed for so long is lost."""
-LEAST_NOTICE_S = 3.0
-"""Leased devices are called back at least so long before they are needed."""
+KEPT_S = 3.0
+"""A device that was called back is kept for whoever called for so long."""
 
 
 class DeviceState(StrEnum):
@@ -40,7 +40,7 @@ class Lease:
     devices: tuple[int, ...]
     level: Level
     notice_s: float
-    """How long before its devices are needed it is called back, if that is known so early."""
+    """How long its devices may stay away once they are called back; not less than `grace_s`."""
     grace_s: float
     """How long its job may take to end once it is told to."""
     expires_s: float
@@ -160,9 +160,9 @@ class ResourcePool:
             for lease in self._leases.values()
             if now >= lease.expires_s or (lease.deadline_s is not None and now >= lease.deadline_s)
         ]
-        for lease in ended:
-            del self._leases[lease.id]
         self._reserved = {device: until for device, until in self._reserved.items() if now < until}
+        for lease in ended:
+            self._end(lease)
         return ended
 
     # ------------------------------------------------------------ leases
@@ -188,8 +188,9 @@ class ResourcePool:
 
     def give_back(self, lease_id: str) -> Lease:
         """The job is over. Raises `NotFound`."""
-        self.get(lease_id)
-        return self._leases.pop(lease_id)
+        lease = self.get(lease_id)
+        self._end(lease)
+        return lease
 
     def call_back(self, count: int) -> list[Lease]:
         """Revoke leases of `count` devices in all, those under revocation included; the latest ones first.
@@ -215,6 +216,12 @@ class ResourcePool:
             if self.revocable and lease.called_back_s is None and wanted.intersection(lease.devices)
         ]
 
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.id]
+        if lease.called_back_s is not None:
+            until = self._clock.now() + KEPT_S
+            self._reserved |= dict.fromkeys(lease.devices, until)
+
     def _revoke(self, lease: Lease) -> Lease:
         revoked = replace(lease, called_back_s=self._clock.now())
         self._leases[lease.id] = revoked
@@ -231,18 +238,6 @@ class ResourcePool:
         for device in ready:
             self._reserved[device] = until
         return self.call_back(missing - len(ready)) if missing > len(ready) else []
-
-    def notice_s(self, count: int) -> float:
-        """How long before its use a layout of `count` devices must be known, so that leases are back: 0
-        without one in the way."""
-        short = count - self.available
-        longest = 0.0
-        for lease in reversed(self.leases):
-            if short <= 0:
-                break
-            longest = max(longest, LEAST_NOTICE_S, lease.notice_s)
-            short -= len(lease.devices)
-        return longest
 
 
 class SubPool:

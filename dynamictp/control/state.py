@@ -27,6 +27,8 @@ class PlannerState(msgspec.Struct, frozen=True):
     online: Online = Online()
     shrink: Sustained | None = None
     sideways: Sustained | None = None
+    missed: int = 0
+    """Decisions in a row at which a measured latency was above its threshold."""
     last_kind: SwitchKind | None = None
     last_switch_s: float | None = None
     """When a switch was last decided."""

@@ -7,17 +7,24 @@ import math
 import msgspec
 
 from dynamictp.control.config import ControlConfig
-from dynamictp.control.values import PoolSnapshot
+from dynamictp.control.values import Arrivals, PoolSnapshot
 from dynamictp.cost.lengths import MAX_P95_OVER_MEAN, Lengths, RequestClass, Workload
 
 _WINDOW_S = 2.0
 """Window whose weight in the average is `ewma_alpha`."""
 _HISTORY_S = 10.0
-_TREND_SIGMAS = 2.0
+_TREND_SIGMAS = 2.5
+_LEVEL_SIGMAS = 3.0
+_DISPERSION_S = 120.0
+_MOST_DISPERSION = 4.0
+"""A single window counts as at most so much burstier than usual: it may be a step."""
 _MOST_TREND = 1.25
 """A trend never forecasts more than this times what is arriving now: a step is no ramp."""
 _LENGTH_STEP = 0.2
 """Lengths of a profile are powers of e^0.2; it is replaced when one is more than 0.75 steps off."""
+_MANY_OUTPUTS = 50
+_LENGTH_WEIGHT = 0.3
+"""Weight of new lengths beside that of new arrivals: lengths scatter more than they change."""
 _Z90, _Z95 = 1.2816, 1.6449
 _MOST_P90_OVER_MEAN = math.exp(_Z90**2 / 2) * 0.999
 
@@ -65,9 +72,12 @@ class TrafficState(msgspec.Struct, frozen=True):
     """What the planner remembers of arrivals. Requests per second."""
 
     time_s: float | None = None
+    began_s: float = 0.0
     average: float = 0.0
     """EWMA of the rate over 2 s."""
     slow: float = 0.0
+    dispersion: float = 1.0
+    """Variance ÷ mean of the requests in 2 s, 1 for Poisson arrivals."""
     counts: tuple[tuple[float, int, float], ...] = ()
     """(time, requests, window) of the 10 s window, for the last 10 s."""
     lengths: LengthAverages = LengthAverages()
@@ -92,17 +102,26 @@ class Demand(msgspec.Struct, frozen=True):
 def observe(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig) -> TrafficState:
     """The state after one more snapshot."""
     now, recent, longer = snapshot.time_s, snapshot.arrivals_2s, snapshot.arrivals_10s
+    began = now if state.time_s is None else state.began_s
     elapsed = _WINDOW_S if state.time_s is None else max(now - state.time_s, 0.0)
-    rate = recent.requests / max(recent.window_s, 1e-3)
-    first = state.time_s is None
-    weight = 1.0 if first else 1 - (1 - config.ewma_alpha) ** (elapsed / _WINDOW_S)
-    slow_weight = 1.0 if first else 1 - math.exp(-elapsed / config.slow_window_s)
+    rate = _rate(recent)
+    # At the beginning these are plain means; later they forget.
+    least = elapsed / (now - began + _WINDOW_S)
+    weight = max(least, 1 - (1 - config.ewma_alpha) ** (elapsed / _WINDOW_S))
+    slow_weight = max(least, 1 - math.exp(-elapsed / config.slow_s))
+    usual = state.average * recent.window_s
+    spread = state.dispersion
+    if usual > 0:
+        seen = min((recent.requests - usual) ** 2 / max(usual, 1.0), _MOST_DISPERSION * max(spread, 1.0))
+        spread += min(elapsed, _WINDOW_S) / _DISPERSION_S * (seen - spread)
     kept = tuple(entry for entry in state.counts if entry[0] >= now - _HISTORY_S - 1e-6)
-    lengths = _averaged(state.lengths, snapshot, weight)
+    lengths = _averaged(state.lengths, snapshot, max(least, weight * _LENGTH_WEIGHT))
     return TrafficState(
         time_s=now,
+        began_s=began,
         average=state.average + weight * (rate - state.average),
         slow=state.slow + slow_weight * (rate - state.slow),
+        dispersion=spread,
         counts=(*kept, (now, longer.requests, longer.window_s)),
         lengths=lengths,
         profile=_profile(state.profile, lengths, config),
@@ -115,10 +134,10 @@ def demand(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig, p
     assert profile is not None, "observe() comes first"
     recent = snapshot.arrivals_2s
     heavier = _work(recent.prompt_tokens_mean, recent.requests, profile, prompt_share)
-    rate = recent.requests / max(recent.window_s, 1e-3)
+    rate = _rate(recent)
     forecast = _forecast(state, snapshot, config)
-    usual = state.average * recent.window_s
-    burst = recent.requests > usual + config.burst_sigmas * math.sqrt(max(usual, 1.0))
+    usual = min(state.average, state.slow) * recent.window_s
+    burst = _is_burst(recent.requests, usual, state.dispersion, config)
     waiting = snapshot.waiting
     each = waiting.prompt_tokens / waiting.requests if waiting.requests else 0.0
     backlog = waiting.requests * _work(each, waiting.requests, profile, prompt_share) / config.horizon_s
@@ -133,6 +152,18 @@ def demand(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig, p
     )
 
 
+def _rate(window: Arrivals) -> float:
+    """Requests per second; a window that is not full yet counts as full, so that one request is no burst."""
+    return window.requests / max(window.window_s, _WINDOW_S)
+
+
+def _is_burst(requests: int, usual: float, dispersion: float, config: ControlConfig) -> bool:
+    """More than chance explains: 2·√N of a Poisson N has a standard deviation of about 1 (Anscombe 1948),
+    √dispersion for burstier arrivals."""
+    sigmas = config.burst_sigmas * math.sqrt(max(dispersion, 1.0))
+    return 2 * (math.sqrt(requests) - math.sqrt(usual)) > sigmas
+
+
 def _work(prompt_mean: float, requests: int, profile: Profile, prompt_share: float) -> float:
     """Work of such requests in requests like the profile's: prompts count by length."""
     if not requests or prompt_mean <= 0:
@@ -141,25 +172,42 @@ def _work(prompt_mean: float, requests: int, profile: Profile, prompt_share: flo
 
 
 def _forecast(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig) -> float:
-    """The average, or the line through the last two 10 s windows where they differ significantly.
+    """The present level, and the trend of the last two 10 s windows so far as it is significant.
 
-    Counts of Poisson arrivals differ by chance by √(N₀ + N₁); beyond twice that it is a trend, unless the
-    last 2 s say that it is over.
+    Counts differ by chance by √(N₀ + N₁); only what is far beyond that is a trend, and none where the last
+    2 s say that it is over.
     """
+    level = _level(state, config)
     longer, recent = snapshot.arrivals_10s, snapshot.arrivals_2s
     time_s, before, window = state.counts[0]
     if snapshot.time_s - time_s < 0.9 * _HISTORY_S or min(window, longer.window_s) < 0.9 * _HISTORY_S:
-        return state.average
+        return level
     change = longer.requests - before
-    if abs(change) <= _TREND_SIGMAS * math.sqrt(longer.requests + before):
-        return state.average
-    rate = longer.requests / longer.window_s
-    rate_now = recent.requests / recent.window_s
-    slope = change / longer.window_s / (snapshot.time_s - time_s)
+    chance = _TREND_SIGMAS * math.sqrt((longer.requests + before) * max(state.dispersion, 1.0))
+    sure = math.copysign(max(abs(change) - chance, 0.0), change)
+    if not sure:
+        return level
+    rate, rate_now = longer.requests / longer.window_s, _rate(recent)
+    slope = sure / longer.window_s / (snapshot.time_s - time_s)
     slope_now = (rate_now - rate) / ((longer.window_s - recent.window_s) / 2)
     slope = min(slope, max(slope_now, 0.0)) if slope > 0 else max(slope, min(slope_now, 0.0))
-    line = rate + slope * (longer.window_s / 2 + config.horizon_s)
+    line = level + slope * (longer.window_s / 2 + config.horizon_s)
     return min(max(line, 0.0), _MOST_TREND * max(rate_now, rate, state.average))
+
+
+def _level(state: TrafficState, config: ControlConfig) -> float:
+    """The average where it is surely above the slow one, else the lower of the two, less what is uncertain.
+
+    An EWMA of weight α over counts of 2 s scatters by √(α/(2−α)) of what one count does; the slow average is
+    one over about two time constants.
+    """
+    alpha, average, slow = config.ewma_alpha, state.average, min(state.average, state.slow)
+    assert state.time_s is not None
+    age_s = min(state.time_s - state.began_s + _WINDOW_S, 2 * config.slow_s)
+    dispersion = max(state.dispersion, 1.0)
+    scatter = math.sqrt(alpha / (2 - alpha) * average * dispersion / _WINDOW_S)
+    slow_scatter = math.sqrt(slow * dispersion / age_s)
+    return max(average - _LEVEL_SIGMAS * scatter, slow - slow_scatter, 0.0)
 
 
 def _averaged(old: LengthAverages, snapshot: PoolSnapshot, weight: float) -> LengthAverages:
@@ -180,9 +228,11 @@ def _averaged(old: LengthAverages, snapshot: PoolSnapshot, weight: float) -> Len
             output_mean=_towards(old.output_mean, outputs.tokens_mean, share),
             output_p90=_towards(old.output_p90, outputs.tokens_p90, share),
         )
-    elif running.generated_mean > new.output_mean:
-        # Nothing finishes: outputs are at least as long as they are already.
-        new = msgspec.structs.replace(new, output_mean=running.generated_mean, output_p90=0.0)
+    if outputs.requests < _MANY_OUTPUTS and running.generated_mean > new.output_mean:
+        # Nothing finishes, or only short ones have so far: outputs are at least as long as they are already.
+        most = 2 * new.output_mean if outputs.requests else running.generated_mean
+        longer_mean = min(running.generated_mean, most)
+        new = msgspec.structs.replace(new, output_mean=longer_mean)
     return msgspec.structs.replace(new, hit_share=_towards(old.hit_share, snapshot.prefix_hit_share, weight))
 
 

@@ -62,8 +62,8 @@ class Running(msgspec.Struct, frozen=True):
 class Digest(msgspec.Struct, frozen=True):
     """Quantiles of measured ÷ target over requests, each against its own target (class, tenant, length).
 
-    Over the last `feedback_window_s`, without requests that got their first token before the last commit.
-    TTFT counts at the first token; TPOT counts finished requests and running ones with enough tokens.
+    Over the last `feedback_window_s`. After a commit, TTFT only of requests that arrived since, TPOT only of
+    those that got their first token since. TPOT counts finished requests, and running ones from 32 tokens on.
     """
 
     count: int = 0
@@ -202,7 +202,8 @@ class Decision(msgspec.Struct, frozen=True):
     reserve: int = 0
     """Devices that the forecast needs: what the pool should have ready, calling leases back if need be."""
     forced: bool = False
-    """Growth that the SLO forces: not bound by interval and budget; shadow probe, then 100 %."""
+    """Growth that the SLO forces: not bound by interval and budget; shadow probe, then 100 %. With reason
+    `in_flight`: the switch under way has become urgent, its ramp may go to 100 % now."""
     cancel: bool = False
     """Take the switch in flight back first: it goes the wrong way."""
     figures: dict[str, float] = {}

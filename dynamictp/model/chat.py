@@ -1,7 +1,7 @@
 """Chat messages → prompt text, by the model's own Jinja template.
 
-Templates come with downloaded models, so they run sandboxed and see plain values only. The environment
-matches the one that Hugging Face renders templates in.
+Templates come with downloaded models, so they run sandboxed, see plain values only, and have limits
+(`template_limits`). Otherwise the environment matches the one that Hugging Face renders templates in.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import jinja2
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dynamictp.errors import BadRequest, ConfigError
+from dynamictp.errors import BadRequest, ConfigError, ModelRefused
 from dynamictp.model.config_json import read_json
+from dynamictp.model.template_limits import LimitedEnvironment
 from dynamictp.model.tokenizer import special_tokens_from_folder
 
 # Marks where the final message ends; templates may trim the space behind it.
 _CONTINUE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}continue\N{OBJECT REPLACEMENT CHARACTER} "
+MAX_TEMPLATE_CHARS = 1 << 18
+"""The longest published template has a tenth of it; compiling takes 20 µs a character."""
+_MAX_REASON_CHARS = 300
 _RESERVED = ("messages", "add_generation_prompt", "raise_exception", "strftime_now")
 
 
@@ -40,7 +43,13 @@ class ChatTemplate:
         """`source` is None for a model without a template: `render` then refuses.
 
         `variants` are named alternatives (`tool_use`, `rag`) that some models ship.
+        Raises `ModelRefused` for a template beyond `MAX_TEMPLATE_CHARS`.
         """
+        longest = max(len(text or "") for text in (source, *(variants or {}).values()))
+        if longest > MAX_TEMPLATE_CHARS:
+            raise ModelRefused(
+                f"a chat template of {longest} characters; at most {MAX_TEMPLATE_CHARS} are read"
+            )
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._environment = _environment()
@@ -86,21 +95,12 @@ class ChatTemplate:
     def _render(self, **values: Any) -> str:
         name = "tool_use" if values.get("tools") and "tool_use" in self._variants else "default"
         try:
-            template = self._template(name)
-            return template.render(**values)
+            return self._environment.render(self._template(name), values)
         except jinja2.TemplateError as error:
-            raise BadRequest(f"the chat template refused: {error}", param="messages") from error
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+            raise BadRequest(f"the chat template refused: {_reason(error)}", param="messages") from error
+        except _TEMPLATE_FAILURES as error:
             raise BadRequest(
-                f"the chat template failed on these messages: {error}", param="messages"
+                f"the chat template failed on these messages: {_reason(error)}", param="messages"
             ) from error
 
     def _template(self, name: str) -> jinja2.Template:
@@ -115,12 +115,34 @@ class ChatTemplate:
         return self._compiled[name]
 
 
+_TEMPLATE_FAILURES = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    SyntaxError,
+)
+"""What a template's own code can raise, and Python's compiler for what Jinja makes of it."""
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + " …"
+
+
 def template_from_folder(folder: Path) -> ChatTemplate:
     """The template of a Hugging Face folder: `chat_template.jinja` before `tokenizer_config.json`."""
     special_tokens = special_tokens_from_folder(folder)
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return ChatTemplate(_read(file), special_tokens=special_tokens)
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelRefused(f"{file}: not readable as text: {error}") from error
+        return ChatTemplate(source, special_tokens=special_tokens)
     config_file = folder / "tokenizer_config.json"
     entry = (read_json(config_file) if config_file.exists() else {}).get("chat_template")
     if isinstance(entry, list):
@@ -131,19 +153,14 @@ def template_from_folder(folder: Path) -> ChatTemplate:
 
 def template_from_file(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
     """The template in a file the operator names. Raises `ConfigError` when it can't be read or compiled."""
-    template = ChatTemplate(_read(path), special_tokens=special_tokens)
     try:
+        template = ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
         template._template("default")
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"--chat-template {path}: not a valid template: {error}") from error
-    return template
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat template {path}: cannot be read: {error}") from error
+        raise ConfigError(f"--chat-template {path}: cannot be read: {error}") from error
+    except (jinja2.TemplateError, ModelRefused, *_TEMPLATE_FAILURES) as error:
+        raise ConfigError(f"--chat-template {path}: not a valid template: {_reason(error)}") from error
+    return template
 
 
 def _mark_final(chat: list[dict[str, Any]]) -> str:
@@ -187,11 +204,13 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
+        filters={"tojson": _to_json},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment

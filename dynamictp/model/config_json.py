@@ -8,6 +8,7 @@ is refused by name instead of being ignored: an ignored key is a model that answ
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -39,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise ModelRefused(f"{path}: no such file") from None
-    except (OSError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, endless digits
         raise ModelRefused(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelRefused(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -141,9 +142,12 @@ class _Fields:
         value = self._values.get(key)
         if value is None:
             value = default
-        if type(value) not in (int, float):
-            raise ModelRefused(f"{self._where}: {key} is {value!r}, expected a number")
-        return float(cast(float, value))
+        try:
+            if type(value) in (int, float) and math.isfinite(number := float(cast(float, value))):
+                return number
+        except OverflowError:  # an integer beyond every float
+            pass
+        raise ModelRefused(f"{self._where}: {key} is {value!r}, expected a finite number")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._values.get(key)
@@ -246,7 +250,9 @@ def _rope(config: Mapping[str, Any], max_positions: int, where: str) -> RopeFact
 def _yarn(fields: _Fields, theta: float, factor: float, original: int) -> RopeFacts:
     mscale, mscale_all = fields.number("mscale", 0.0), fields.number("mscale_all_dim", 0.0)
     if mscale and mscale_all:
-        attention = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
+        whole = yarn_attention_factor(factor, mscale_all)
+        # A quotient that does not exist is refused with the other attention factors.
+        attention = yarn_attention_factor(factor, mscale) / whole if whole else math.nan
     else:
         attention = yarn_attention_factor(factor)
     return RopeFacts(
@@ -264,7 +270,9 @@ def _yarn(fields: _Fields, theta: float, factor: float, original: int) -> RopeFa
 def _max_context(rope: RopeFacts, max_positions: int) -> int:
     # Qwen's instructions add YaRN to config.json without raising max_position_embeddings.
     if rope.kind == "yarn":
-        return max(max_positions, int(rope.original_context * rope.factor))
+        # Far beyond what `check_facts` lets pass, and still an integer.
+        stretched = min(rope.original_context, 1 << 62) * rope.factor
+        return max(max_positions, int(min(stretched, 1 << 62)))
     return max_positions
 
 

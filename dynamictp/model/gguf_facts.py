@@ -78,9 +78,11 @@ def _heads(file: GGUFFile, key: str, default: int | None = None) -> int:
     """A count that GGUF allows to differ by layer; here it must be the same in all."""
     value = file.get(key)
     if isinstance(value, list):
+        if any(type(count) is not int for count in value):
+            raise ModelRefused(f"{file.path}: {key} holds {value[:4]}, expected integers")
         if len(set(value)) != 1:
             raise ModelRefused(f"{file.path}: {key} differs between layers, which is not supported")
-        return int(value[0])
+        return cast(int, value[0])
     return file.integer(key, default)
 
 

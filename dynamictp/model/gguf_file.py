@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,6 +118,13 @@ class GGUFFile:
             raise ModelRefused(f"{self.path}: metadata key {key} is {_shown(value)}, expected a number")
         return float(cast(float, value))
 
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """A text; `default` when the key is absent. Raises `ModelRefused` when it is of another type."""
+        value = self._values.get(key, default)
+        if value is not None and type(value) is not str:
+            raise ModelRefused(f"{self.path}: metadata key {key} is {_shown(value)}, expected a text")
+        return value
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean value. Raises `ModelRefused` when it is of another type."""
         value = self._values.get(key, default)
@@ -160,7 +168,15 @@ class GGUFFile:
                     f"the file has {cursor.size}: truncated or corrupt, download it again"
                 )
             tensors[name] = msgspec.structs.replace(info, offset=offset)
+        self._refuse_overlap(tensors)
         return tensors
+
+    def _refuse_overlap(self, tensors: dict[str, GGUFTensor]) -> None:
+        """Tensors that share bytes are no model, and could call for many times the file's size in memory."""
+        placed = sorted(tensors, key=lambda name: tensors[name].offset)
+        for before, name in pairwise(placed):
+            if tensors[before].offset + tensors[before].nbytes > tensors[name].offset:
+                raise ModelRefused(f"{self.path}: tensors {before} and {name} overlap: corrupt")
 
 
 def _shown(value: object) -> str:

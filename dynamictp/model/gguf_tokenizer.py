@@ -6,6 +6,7 @@ drop the name cut text differently from training: SmolLM splits every digit, Lla
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from dynamictp.errors import ModelRefused
 from dynamictp.facts import ModelFacts
 from dynamictp.model.gguf_file import GGUFFile
 from dynamictp.model.tokenizer import ByteCoding, Tokenizer, add_boundary_tokens
+from dynamictp.model.tokenizer_file import sound
 
 SUPPORTED_MODELS = ("gpt2", "llama")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
@@ -80,7 +82,7 @@ _PRE_TOKENIZERS = {
 
 def tokenizer_from_gguf(file: GGUFFile, facts: ModelFacts) -> Tokenizer:
     """The tokenizer that `file` describes. Raises `ModelRefused` naming a kind that is not supported."""
-    kind = file.get("tokenizer.ggml.model")
+    kind = file.text("tokenizer.ggml.model")
     if kind not in SUPPORTED_MODELS:
         raise ModelRefused(
             f"{file.path}: tokenizer model {kind!r} is not supported; "
@@ -119,7 +121,7 @@ def tokenizer_from_gguf(file: GGUFFile, facts: ModelFacts) -> Tokenizer:
 
 
 def _pre_tokenizer(file: GGUFFile) -> _Pre:
-    name = file.get("tokenizer.ggml.pre")
+    name = file.text("tokenizer.ggml.pre")
     if name is None and file.get("general.architecture") in ("qwen2", "qwen3"):
         name = "qwen2"  # files older than the key; the architecture has had one pre-tokenizer only
     if name not in _PRE_TOKENIZERS:
@@ -143,10 +145,8 @@ def _types(file: GGUFFile, count: int) -> list[int]:
 
 def _byte_level(file: GGUFFile, vocab: dict[str, int], pre: _Pre) -> tokenizers.Tokenizer:
     merges = [_pair(line, file) for line in file.strings("tokenizer.ggml.merges")]
-    try:
+    with sound(f"{file.path}: merges do not fit the vocabulary"):
         model = models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre.ignore_merges)
-    except Exception as error:  # the library raises nothing narrower for a merge of unknown tokens
-        raise ModelRefused(f"{file.path}: merges do not fit the vocabulary: {error}") from error
     backend = tokenizers.Tokenizer(model)
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -166,18 +166,19 @@ def _sentencepiece(
     file: GGUFFile, vocab: dict[str, int], tokens: list[str], types: list[int]
 ) -> tokenizers.Tokenizer:
     scores = file.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    complete = isinstance(scores, list) and len(scores) == len(tokens)
+    if not complete or not all(type(score) in (int, float) for score in scores):
         raise ModelRefused(f"{file.path}: tokenizer.ggml.scores does not give a score for each token")
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
+    with sound(f"{file.path}: not a sound vocabulary"):
+        model = models.BPE(
             vocab=vocab,
             merges=_merges_from_scores(vocab, scores),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
         )
-    )
+    backend = tokenizers.Tokenizer(model)
     prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -192,8 +193,9 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
     """SentencePiece keeps a score per token instead of merges: every way to join two tokens into a third is a
     merge, the higher the third's score the earlier."""
     found: list[tuple[float, int, int, str, str]] = []
+    lengths = sorted({len(token) for token in vocab})  # a long token has few places to cut
     for token, i in vocab.items():
-        for cut in range(1, len(token)):
+        for cut in lengths[: bisect_left(lengths, len(token))]:
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:
                 found.append((-scores[i], vocab[left], vocab[right], left, right))

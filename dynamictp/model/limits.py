@@ -26,6 +26,7 @@ _MAXIMA = {
     "vocab": 1 << 22,
     "max_context": 1 << 27,
 }
+_MAX_ATTENTION_FACTOR = 1000.0
 
 
 def check_facts(facts: ModelFacts, where: str) -> ModelFacts:
@@ -70,9 +71,15 @@ def _check_rope(rope: RopeFacts, where: str) -> None:
             f"{where}: llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
             f"found {rope.low_freq_factor} and {rope.high_freq_factor}"
         )
-    if not (math.isfinite(rope.attention_factor) and rope.attention_factor > 0.0):
+    if rope.kind == "yarn" and not math.inf > rope.beta_fast >= rope.beta_slow > 0.0:
         raise ModelRefused(
-            f"{where}: rope attention factor is {rope.attention_factor}, expected a positive number"
+            f"{where}: yarn rope scaling needs 0 < beta_slow <= beta_fast, "
+            f"found {rope.beta_slow} and {rope.beta_fast}"
+        )
+    if not 0.0 < rope.attention_factor <= _MAX_ATTENTION_FACTOR:
+        raise ModelRefused(
+            f"{where}: rope attention factor is {rope.attention_factor}, "
+            f"expected above 0 and up to {_MAX_ATTENTION_FACTOR:g}"
         )
 
 

@@ -18,7 +18,21 @@ def open_model(path: str) -> ModelSource:
 
     Raises `ModelRefused` when there is none, it is corrupt, or of a kind this server does not run.
     """
-    place = demo_path() if path == DEMO else Path(path).expanduser()
+    place = demo_path() if path == DEMO else _place(path)
+    try:
+        return _open(place, path)
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ModelRefused(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _place(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ModelRefused(f"{path}: {error}") from error
+
+
+def _open(place: Path, path: str) -> ModelSource:
     if place.is_dir():
         from dynamictp.model.safetensors_source import SafetensorsSource  # noqa: PLC0415  (one format per model)
 

@@ -7,7 +7,7 @@ every token, and characters that are cut over several tokens come out whole.
 from __future__ import annotations
 
 import codecs
-import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,11 @@ from tokenizers import processors
 from dynamictp.errors import BadRequest, ModelRefused
 from dynamictp.facts import ModelFacts
 from dynamictp.model.config_json import read_json
+from dynamictp.model.tokenizer_file import is_failure, read_tokenizer_file, sound
 
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _WORD_BOUNDARY = "▁"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 ByteCoding = Literal["byte_level", "sentencepiece"]
 """How a vocabulary spells bytes: GPT-2's printable alphabet, or `▁` for a space and `<0xNN>` for a byte."""
@@ -80,7 +82,8 @@ class Tokenizer:
         """Token ids of `text`; `add_special_tokens` lets the model's own rule add e.g. the begin token.
 
         Other threads run meanwhile: a megabyte takes a second, which nobody else should wait for.
-        Raises `BadRequest` for text that is not Unicode (lone surrogates) or has a token the model lacks.
+        Raises `BadRequest` for text that is not Unicode (lone surrogates), has a token the model lacks, or on
+        which the library gives up.
         """
         try:
             # The library holds the interpreter lock while it encodes one text, and not for a batch.
@@ -88,6 +91,11 @@ class Tokenizer:
             ids: list[int] = encoding.ids
         except (UnicodeEncodeError, TypeError) as error:
             raise BadRequest(f"the text is not valid Unicode: {error}") from error
+        except BaseException as error:
+            # A vocabulary without a token for everything, or a pattern that gives up on this text.
+            if not is_failure(error):
+                raise
+            raise BadRequest(f"this model's tokenizer can't encode the text: {str(error)[:200]}") from error
         if self.vocab_size > self._id_limit and (
             beyond := [token for token in ids if token >= self._id_limit]
         ):
@@ -124,8 +132,8 @@ class Tokenizer:
             if all(char in _BYTE_OF for char in text):
                 return bytes(_BYTE_OF[char] for char in text)
             return text.encode()
-        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            return bytes([int(text[3:5], 16)])
+        if byte := _BYTE_TOKEN.fullmatch(text):
+            return bytes.fromhex(byte[1])
         return text.replace(_WORD_BOUNDARY, " ").encode()
 
 
@@ -158,11 +166,7 @@ def tokenizer_from_folder(folder: Path, facts: ModelFacts) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelRefused(f"{folder}: no tokenizer.json; save the model with a fast tokenizer")
-    try:
-        text = file.read_text(encoding="utf-8")
-        backend, layout = tokenizers.Tokenizer.from_str(text), json.loads(text)
-    except Exception as error:  # the library raises nothing narrower for an unsound file
-        raise ModelRefused(f"{file}: not a sound tokenizer file: {error}") from error
+    backend, layout = read_tokenizer_file(file)
     backend.no_truncation()
     backend.no_padding()
     config_file = folder / "tokenizer_config.json"
@@ -197,7 +201,10 @@ def add_boundary_tokens(backend: tokenizers.Tokenizer, *, bos: str | None, eos: 
     if any(token is None for _, token in added):
         raise ModelRefused(f"the tokenizer has no token for one of {[text for text, _ in added]}")
     template = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    backend.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=added)
+    with sound(f"the tokenizer can't put {bos!r} and {eos!r} around a text"):
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, pair=None, special_tokens=added
+        )
 
 
 def _follow_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -18,6 +19,30 @@ from dynamictp.server.service import DeviceInfo, Service
 from dynamictp.server.switches import Wait, check_layout, describe
 
 MAX_DRAIN_S = 86_400.0
+MAX_LAYOUT_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """`PUT /admin/layout`, its layout still as text."""
+
+    layout: str
+    until: Wait
+    ramp: bool
+    drain_deadline_s: float
+
+
+def parse_set_layout(fields: Fields) -> LayoutChange:
+    """Raises `BadRequest`."""
+    fields.require("layout", "a layout such as tp2, or auto")
+    change = LayoutChange(
+        layout=fields.text("layout", MAX_LAYOUT_CHARS) or "",
+        until=cast(Wait, fields.choice("wait", ("none", "commit", "closed"), "commit")),
+        ramp=fields.flag("ramp"),
+        drain_deadline_s=fields.number("drain_deadline_s", 0, MAX_DRAIN_S) or 0.0,
+    )
+    fields.finish()
+    return change
 
 
 class AdminRoutes:
@@ -76,24 +101,23 @@ class AdminRoutes:
     async def set_layout(self, request: Request) -> Response:
         service, board = self._service, self._service.switches
         fields = Fields(parse_object(await read_body(request, service.body_limit_bytes)))
-        fields.require("layout", "a layout such as tp2, or auto")
-        text = fields.text("layout") or ""
-        until = cast(Wait, fields.choice("wait", ("none", "commit", "closed"), "commit"))
-        ramp = fields.flag("ramp")
-        drain_s = fields.number("drain_deadline_s", 0, MAX_DRAIN_S) or 0.0
-        fields.finish()
-        if text.strip() == "auto":
+        wanted = parse_set_layout(fields)
+        if wanted.layout.strip() == "auto":
             return self._unpin()
-        layout = check_layout(text, self._degrees(), service.devices, service.model)
+        layout = check_layout(wanted.layout, self._degrees(), service.devices, service.model)
         service.client.check_room(0)
         await service.desk.recall(layout, service.switch_wait_s)
         status = board.start(
-            layout, service.observed, service.client.send, ramp=ramp, drain_deadline_s=drain_s
+            layout,
+            service.observed,
+            service.client.send,
+            ramp=wanted.ramp,
+            drain_deadline_s=wanted.drain_deadline_s,
         )
         board.pinned = service.mode != "static"
-        if until == "none":
+        if wanted.until == "none":
             return json_response({"switch": self._shown(status.switch_id)}, 202)
-        ended = await board.wait(status.switch_id, until, service.switch_wait_s)
+        ended = await board.wait(status.switch_id, wanted.until, service.switch_wait_s)
         return _answer(ended, status.switch_id, self._shown(status.switch_id))
 
     async def switches(self, request: Request) -> Response:

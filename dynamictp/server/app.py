@@ -21,6 +21,7 @@ from dynamictp.server.control_routes import ControlRoutes
 from dynamictp.server.engine_client import CLOSED_RETRY_S
 from dynamictp.server.observe_routes import ObserveRoutes
 from dynamictp.server.openai_routes import OpenAIRoutes
+from dynamictp.server.openapi import openapi
 from dynamictp.server.service import Service
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -46,10 +47,14 @@ def create_app(service: Service, *, api: bool = True, admin: bool = True) -> Fas
     async def version(request: Request) -> Response:
         return json_response({"version": dynamictp.__version__})
 
+    async def description(request: Request) -> Response:
+        return json_response(openapi(service.facts.vocab, api=api, admin=admin))
+
     routes = [
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
+        Route("/openapi.json", description, methods=["GET"]),
         *(OpenAIRoutes(service).routes() if api else ()),
         *((*AdminRoutes(service).routes(), *ControlRoutes(service).routes()) if admin else ()),
         *(ObserveRoutes(service).routes() if admin else ()),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 
 from dynamictp.clock import Clock
 from dynamictp.control.capacity import CostBook
 from dynamictp.control.config import ControlConfig, reloaded
+from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
 from dynamictp.control.reconciler import Observed, Reconciler, Target
 from dynamictp.control.state import PlannerState
@@ -42,6 +42,7 @@ class ControlPlane:
         view: PoolView,
         cost: CostBook,
         metrics: Metrics,
+        journal: Journal,
     ) -> None:
         self._clock = clock
         self._client = client
@@ -53,7 +54,9 @@ class ControlPlane:
         self._state = PlannerState()
         self._acts = view.mode == "dynamic"
         self.reconciler = Reconciler(clock, self, board.new_id, bar_s=self.config.bar_s)
-        self.journal: deque[tuple[PoolSnapshot, Decision]] = deque(maxlen=self.config.journal_entries)
+        self.journal = journal
+        self._journaled = self.config
+        """The parameters that the journal's entries are decided with."""
 
     @property
     def config(self) -> ControlConfig:
@@ -78,6 +81,9 @@ class ControlPlane:
         snapshot, config = self._client.snapshot, self.config
         if snapshot is None or not self._client.is_ready:
             return None
+        if config is not self._journaled:
+            self._journaled = config
+            self.journal.reconfigured(config, self._state)
         seen = self._view.look(
             snapshot,
             self._client.live_requests,
@@ -135,8 +141,11 @@ class ControlPlane:
         return self._board.command(command, snapshot.layout if snapshot else "", self._client.send)
 
     def _note(self, seen: PoolSnapshot, decision: Decision) -> None:
-        last = self.journal[-1][1] if self.journal else None
-        self.journal.append((seen, decision))
+        last = next((entry.decision for entry in self.journal.last(1)), None)
+        working = self.journal.error is None
+        self.journal.add(seen, decision, self._state)
+        if working and self.journal.error is not None:
+            log.warning("the journal's file is given up: %s", self.journal.error)
         self._metrics.plane.on_decision(decision)
         if decision.target is not None or last is None or decision.alarms != last.alarms:
             figures = ", ".join(f"{name} {value:g}" for name, value in decision.figures.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -22,6 +23,35 @@ MAX_NOTICE_S = 3600.0
 MOST_DECISIONS = 10_000
 
 
+@dataclass(frozen=True)
+class LeaseRequest:
+    """`POST /admin/leases`."""
+
+    devices: int
+    level: Level
+    notice_s: float
+    grace_s: float
+    wait_s: float
+
+
+def parse_lend(fields: Fields, devices: int) -> LeaseRequest:
+    """Raises `BadRequest`. `devices` are those of the pool."""
+    fields.require("devices", "a number of devices")
+    count = fields.integer("devices", 1, devices) or 1
+    level = cast(Level, fields.choice("level", ("standby", "released"), "standby"))
+    notice_s = fields.number("notice_s", 0, MAX_NOTICE_S)
+    grace_s = fields.number("grace_s", 0, MAX_NOTICE_S)
+    wait_s = fields.number("wait_s", 0, MAX_WAIT_S) or 0.0
+    fields.finish()
+    return LeaseRequest(
+        devices=count,
+        level=level,
+        notice_s=10.0 if notice_s is None else notice_s,
+        grace_s=10.0 if grace_s is None else grace_s,
+        wait_s=wait_s,
+    )
+
+
 class ControlRoutes:
     """Endpoints over one `Service`."""
 
@@ -36,6 +66,7 @@ class ControlRoutes:
             Route("/admin/leases/{id}", self.renew, methods=["PUT"]),
             Route("/admin/leases/{id}", self.give_back, methods=["DELETE"]),
             Route("/admin/decisions", self.decisions, methods=["GET"]),
+            Route("/admin/journal", self.journal, methods=["GET"]),
             Route("/admin/config", self.config, methods=["GET"]),
             Route("/admin/config", self.reload, methods=["PUT"]),
         ]
@@ -51,20 +82,14 @@ class ControlRoutes:
     async def lend(self, request: Request) -> Response:
         service = self._service
         fields = Fields(parse_object(await read_body(request, service.body_limit_bytes)))
-        fields.require("devices", "a number of devices")
-        count = fields.integer("devices", 1, service.devices) or 1
-        level = cast(Level, fields.choice("level", ("standby", "released"), "standby"))
-        notice_s = fields.number("notice_s", 0, MAX_NOTICE_S)
-        grace_s = fields.number("grace_s", 0, MAX_NOTICE_S)
-        wait_s = fields.number("wait_s", 0, MAX_WAIT_S) or 0.0
-        fields.finish()
+        wanted = parse_lend(fields, service.devices)
         service.client.check_room(0)
         lease = await service.desk.lease(
-            count,
-            level,
-            notice_s=10.0 if notice_s is None else notice_s,
-            grace_s=10.0 if grace_s is None else grace_s,
-            wait_s=wait_s,
+            wanted.devices,
+            wanted.level,
+            notice_s=wanted.notice_s,
+            grace_s=wanted.grace_s,
+            wait_s=wanted.wait_s,
         )
         return json_response(self._shown(lease), 201)
 
@@ -99,15 +124,21 @@ class ControlRoutes:
 
     async def decisions(self, request: Request) -> Response:
         """The last decisions, the latest first; with `snapshots=1` also what each was based on."""
-        plane = self._plane()
         last = _number(request, "last", 20)
         with_snapshots = _number(request, "snapshots", 0)
-        entries = list(plane.journal)[-last:] if last else []
+        plane = self._plane()
         shown = []
-        for seen, decision in reversed(entries):
-            entry = msgspec.to_builtins(decision)
-            shown.append({**entry, "snapshot": msgspec.to_builtins(seen)} if with_snapshots else entry)
+        for entry in reversed(plane.journal.last(last)):
+            decision = msgspec.to_builtins(entry.decision)
+            if with_snapshots:
+                decision["snapshot"] = msgspec.to_builtins(entry.snapshot)
+            shown.append(decision)
         return json_response({"decisions": shown})
+
+    async def journal(self, request: Request) -> Response:
+        """All that is kept, as lines that can be replayed."""
+        lines = b"\n".join(self._plane().journal.lines()) + b"\n"
+        return Response(lines, media_type="application/jsonl")
 
     async def config(self, request: Request) -> Response:
         return json_response({"config": msgspec.to_builtins(self._plane().config)})
@@ -137,6 +168,6 @@ class ControlRoutes:
 
 def _number(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or int(text) > MOST_DECISIONS:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > MOST_DECISIONS:
         raise BadRequest(f"{name} must be a number from 0 to {MOST_DECISIONS}, not '{text[:40]}'", param=name)
     return int(text)

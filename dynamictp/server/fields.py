@@ -56,6 +56,19 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def as_fields(body: dict[str, Any] | Fields) -> Fields:
+    """Parsers take a body, or one that is already looked at as fields (`field_table` notes what they ask)."""
+    return body if isinstance(body, Fields) else Fields(body)
+
+
+def integer_range(low: int, high: int) -> str:
+    return f"an integer from {low} to {high}"
+
+
+def number_range(low: float, high: float, above: bool) -> str:
+    return f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}"
+
+
 class Fields:
     """One JSON object. `null` reads as absent. `finish` refuses what nobody asked for."""
 
@@ -64,6 +77,15 @@ class Fields:
         self._values = values
         self._prefix = prefix
         self._known: set[str] = set()
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The names that were asked for."""
+        return frozenset(self._known)
+
+    def child(self, values: dict[str, Any], prefix: str) -> Fields:
+        """An object inside this one."""
+        return Fields(values, prefix)
 
     def refuse(self, name: str, expected: str, value: object) -> BadRequest:
         full = self._prefix + name
@@ -86,7 +108,7 @@ class Fields:
         if value is None:
             return None
         if not is_integer(value) or not low <= value <= high:
-            raise self.refuse(name, f"an integer from {low} to {high}", value)
+            raise self.refuse(name, integer_range(low, high), value)
         return int(value)
 
     def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
@@ -96,8 +118,7 @@ class Fields:
             return None
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not low <= value <= high or (above and value == low):
-            bound = f"above {low:g} and up to {high:g}" if above else f"from {low:g} to {high:g}"
-            raise self.refuse(name, f"a number {bound}", value)
+            raise self.refuse(name, number_range(low, high, above), value)
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -99,7 +99,8 @@ class _Launch:
         service.desk.power = supervisor
         supervisor.leased = lambda: tuple(sorted(service.desk.pool.leased))
         if config.mode != "static":
-            service.plan_with(pool_facts(config, plan), config.control)
+            journal = Path(config.journal) if config.journal else None
+            service.plan_with(pool_facts(config, plan), config.control, journal)
         runner = ServerRunner(create_app(service), config.host, config.port)
         try:
             port = await runner.start()
@@ -164,6 +165,8 @@ class _Launch:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.desk.close()
+            if service.plane is not None:
+                service.plane.journal.close()
 
     async def _drained(self, service: Service) -> None:
         with contextlib.suppress(TimeoutError):

@@ -40,7 +40,7 @@ def parse_chat_prompt(fields: Fields) -> ChatPrompt:
             param="chat_template_kwargs",
         )
     return ChatPrompt(
-        messages=tuple(_parse_message(message, i) for i, message in enumerate(messages)),
+        messages=tuple(_parse_message(fields, message, i) for i, message in enumerate(messages)),
         add_generation_prompt=opened,
         continue_final_message=continued,
         add_special_tokens=fields.flag("add_special_tokens"),
@@ -48,11 +48,11 @@ def parse_chat_prompt(fields: Fields) -> ChatPrompt:
     )
 
 
-def _parse_message(message: object, index: int) -> dict[str, Any]:
+def _parse_message(parent: Fields, message: object, index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise BadRequest(f"{where}: expected an object, got {kind(message)}", param=where)
-    fields = Fields(message, where + ".")
+    fields = parent.child(message, where + ".")
     fields.require("role", "a role")
     role = fields.choice("role", ("system", "developer", "user", "assistant"), "")
     content = _parse_content(fields, where, optional=role == "assistant")
@@ -80,7 +80,7 @@ def _parse_content(fields: Fields, where: str, *, optional: bool) -> str:
     for i, part in enumerate(content):
         if not isinstance(part, dict):
             raise fields.refuse(f"content[{i}]", "a text part", part)
-        inner = Fields(part, f"{where}.content[{i}].")
+        inner = fields.child(part, f"{where}.content[{i}].")
         inner.require("type", "text")
         inner.choice("type", ("text",), "")
         inner.require("text", "a string")

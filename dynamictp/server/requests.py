@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dynamictp.errors import BadRequest
-from dynamictp.server.fields import Fields
+from dynamictp.server.fields import Fields, as_fields
 from dynamictp.server.messages_field import ChatPrompt, parse_chat_prompt
 
 _T = TypeVar("_T")
@@ -95,9 +95,11 @@ class TokenizeRequest:
     add_special_tokens: bool
 
 
-def parse_completion(body: dict[str, Any], vocab: int, defaults: SamplingDefaults) -> CompletionRequest:
+def parse_completion(
+    body: dict[str, Any] | Fields, vocab: int, defaults: SamplingDefaults
+) -> CompletionRequest:
     """Raises `BadRequest`. `vocab` bounds token ids."""
-    fields = Fields(body)
+    fields = as_fields(body)
     common = _parse_common(fields, vocab, defaults, least_tokens=0)
     prompts = _parse_prompts(fields, vocab)
     if len(prompts) * common.n > MAX_REQUEST_CHOICES:
@@ -117,9 +119,9 @@ def parse_completion(body: dict[str, Any], vocab: int, defaults: SamplingDefault
     return request
 
 
-def parse_chat(body: dict[str, Any], vocab: int, defaults: SamplingDefaults) -> ChatRequest:
+def parse_chat(body: dict[str, Any] | Fields, vocab: int, defaults: SamplingDefaults) -> ChatRequest:
     """Raises `BadRequest`. `vocab` bounds token ids."""
-    fields = Fields(body)
+    fields = as_fields(body)
     common = _parse_common(fields, vocab, defaults, least_tokens=1)
     wanted = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -146,18 +148,17 @@ def parse_sampling_defaults(values: dict[str, Any]) -> SamplingDefaults:
     return defaults
 
 
-def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
-    fields = Fields(body)
+def parse_tokenize(body: dict[str, Any] | Fields) -> TokenizeRequest:
+    fields = as_fields(body)
     model = fields.text("model", 1024)
-    if (body.get("prompt") is None) == (body.get("messages") is None):
+    chat = fields.take("messages") is not None
+    if chat == (fields.take("prompt") is not None):
         raise BadRequest("give either prompt or messages", param="prompt")
     prompt: str | ChatPrompt
-    if body.get("messages") is not None:
-        fields.take("prompt")
+    if chat:
         prompt = parse_chat_prompt(fields)
         special = prompt.add_special_tokens
     else:
-        fields.take("messages")
         text = fields.text("prompt")
         assert text is not None
         prompt, special = text, fields.flag("add_special_tokens", True)
@@ -165,9 +166,9 @@ def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     return TokenizeRequest(model, prompt, special)
 
 
-def parse_detokenize(body: dict[str, Any], vocab: int) -> tuple[list[int], bool]:
+def parse_detokenize(body: dict[str, Any] | Fields, vocab: int) -> tuple[list[int], bool]:
     """Token ids, and whether special tokens are left out of the text."""
-    fields = Fields(body)
+    fields = as_fields(body)
     fields.ignore("model")
     fields.require("tokens", "an array of token ids")
     tokens = fields.array("tokens", 1 << 20, _ids_text(vocab), lambda t: _is_token(t, vocab))
@@ -279,7 +280,7 @@ def _parse_stream_options(fields: Fields, stream: bool) -> bool:
         return False
     if not stream:
         raise BadRequest("stream_options needs stream: true", param="stream_options")
-    inner = Fields(options, "stream_options.")
+    inner = fields.child(options, "stream_options.")
     include = inner.flag("include_usage")
     inner.neutral("continuous_usage_stats", False)
     inner.ignore("include_obfuscation")

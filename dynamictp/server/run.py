@@ -92,8 +92,10 @@ def _listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ResourceError(f"can't listen on {host}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host name
+        raise ResourceError(
+            f"can't listen on {host!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Literal, Self
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.control.capacity import CostBook
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.facts import PoolFacts
+from dynamictp.control.journal import Journal
 from dynamictp.control.pool import ResourcePool
+from dynamictp.control.state import PlannerState
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
 from dynamictp.layout import legal_specs
@@ -121,8 +124,9 @@ class Service:
         switches.listeners.append(service._on_switch)
         return service
 
-    def plan_with(self, facts: PoolFacts, config: ControlConfig) -> ControlPlane:
-        """Have a planner. Its loop is the caller's to run."""
+    def plan_with(self, facts: PoolFacts, config: ControlConfig, journal: Path | None = None) -> ControlPlane:
+        """Have a planner, which writes its decisions to the file `journal` too. Its loop is the caller's to
+        run. Raises `ConfigError` when the file can't be written."""
         traffic = Traffic(self.clock, config)
         legal = tuple(map(str, legal_specs(self.legal_degrees, self.devices)))
         self.client.traffic = traffic
@@ -134,6 +138,7 @@ class Service:
             view=PoolView(legal, self.devices, self.mode, traffic),
             cost=CostBook(facts),
             metrics=self.metrics,
+            journal=Journal(facts, config, PlannerState(), journal),
         )
         return self.plane
 

@@ -9,7 +9,7 @@ from dynamictp.advisor import local
 from dynamictp.advisor.catalogue import named_model
 from dynamictp.advisor.local import Measured, local_machine, measured_by
 from dynamictp.advisor.search import Question, make_plan
-from dynamictp.advisor.validate import LAYOUTS, Comparison, Setup, compare, predict
+from dynamictp.advisor.validate import LAYOUTS, Comparison, Setup, compare, played, predict
 from dynamictp.advisor.workloads import find_workload
 from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import Request
@@ -21,6 +21,7 @@ from dynamictp.errors import FatalError
 SMOL = ModelShape("smol", 30, 576, 9, 3, 64, 1536, 49152, 8192, tied_head=True)
 FIGURES = Measured(28e9, 36e9, 230e9, "as given")
 SETUP = Setup(users=6, seconds=10.0, scale=0.25)
+CHAT = find_workload("chat", SETUP.scale)
 
 
 def question(calibration: Calibration | None = None) -> Question:
@@ -57,7 +58,7 @@ def test_a_calibration_brings_the_figures_its_ratios_refer_to() -> None:
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("workload", ["qa", "chat", "rag", "code"])
 def test_every_prediction_is_finite_and_in_order(layout: str, workload: str) -> None:
-    tokens_per_s, tpot, ttft = predict(question(), layout, workload, SETUP)
+    tokens_per_s, tpot, ttft = predict(question(), layout, find_workload(workload, SETUP.scale), SETUP)
     assert tokens_per_s > 0
     assert 0 < tpot < 1
     assert ttft.bound <= ttft.low <= ttft.estimate <= ttft.high < 100
@@ -65,8 +66,8 @@ def test_every_prediction_is_finite_and_in_order(layout: str, workload: str) -> 
 
 def test_a_slower_machine_is_predicted_slower() -> None:
     double = tuple(CalibrationPoint("base", tp, size, 2.0) for tp in (1, 2) for size in (1, 512))
-    plain = predict(question(), "tp1", "chat", SETUP)
-    slower = predict(question(Calibration("m", "d", "test", double)), "tp1", "chat", SETUP)
+    plain = predict(question(), "tp1", CHAT, SETUP)
+    slower = predict(question(Calibration("m", "d", "test", double)), "tp1", CHAT, SETUP)
     assert slower[0] < 0.7 * plain[0]
     assert slower[1] > 1.5 * plain[1]
 
@@ -113,3 +114,14 @@ def test_the_catalogue_and_the_local_limits_go_together() -> None:
     machine, limits = local_machine(2, FIGURES)
     plan = make_plan(Question(named_model("llama-3.1-405b"), machine, find_workload("qa"), limits=limits))
     assert plan.best is None
+
+
+def test_a_prediction_is_for_the_lengths_that_were_drawn() -> None:
+    (kind,) = CHAT.classes
+    results = [
+        Result(Request(0.0, "x", output, prompt_tokens=prompt), 0.0, 0.0, 1.0)
+        for prompt, output in ((10, 40), (50, 80))
+    ]
+    (drawn,) = played(results, "chat", SETUP).classes
+    assert (drawn.prompt.typical, drawn.output.typical) == (pytest.approx(30), pytest.approx(60))
+    assert drawn.output.sigma == pytest.approx(kind.output.sigma)

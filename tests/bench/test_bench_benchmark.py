@@ -109,9 +109,17 @@ def test_changes_of_layout_during_the_run_are_kept(monkeypatch: pytest.MonkeyPat
     assert 0.2 <= run.switches[0].started_s < 0.4
 
 
-def test_what_is_not_built_or_no_layout_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="dynamic"):
-        Servers(("tp2", "dynamic")).commands()
+def test_dynamic_is_a_server_whose_planner_chooses() -> None:
+    commands = Servers(("tp2", "dynamic", "tp2")).commands()
+    assert list(commands) == ["tp2", "dynamic"]
+    assert commands["dynamic"][-2:] == ["--mode", "dynamic"]
+    assert "tp1" in commands["dynamic"]
+    assert all(command[command.index("--devices") + 1] == "2" for command in commands.values())
+
+
+def test_what_is_no_layout_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--devices"):
+        Servers(("dynamic",)).commands()
     with pytest.raises(ConfigError, match="tpx"):
         Servers(("tpx",)).commands()
     with pytest.raises(ConfigError, match="--layouts"):

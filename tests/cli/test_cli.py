@@ -39,8 +39,16 @@ def test_print_config_can_be_read_back(tmp_path: Path) -> None:
         (("serve", "--port", "x"), 2, "--port"),
         (("serve", "--no-such-flag"), 2, "--no-such-flag"),
         (("nonsense",), 2, "nonsense"),
-        (("serve", "/no/such/model"), 3, "/no/such/model"),
+        (("serve", "/no/such/\udcff/model"), 3, "/model: no such file"),
         (("layout", "set", "tp2", "--url", "http://127.0.0.1:9"), 1, "--url"),
+        (("layout", "set", "tp\udcff", "--url", "http://127.0.0.1:9"), 1, "no layout"),
+        (("layout", "show", "--url", "http://[::1"), 1, "--url"),
+        (("layout", "show", "--url", "nonsense"), 1, "--url"),
+        (("layout", "set", "tp2", "--drain-deadline-s", "soon"), 2, "--drain-deadline-s"),
+        (("serve", "no-such-model\udcff"), 2, "--served-model-name"),
+        (("serve", "--config", "/no/such/\udcff"), 2, "No such file"),
+        (("serve", "--config", "/"), 2, "is a directory"),
+        (("serve", "/dev/null"), 3, "expected a folder"),
     ],
 )
 def test_exit_codes(arguments: tuple[str, ...], code: int, named: str) -> None:

@@ -47,7 +47,7 @@ def test_a_file_of_flags_gives_defaults(tmp_path: Path) -> None:
         ((URL, "--slo", "rag=1"), "rag=1"),
         ((URL, "--set-layout", "5=tpx"), "5=tpx"),
         ((URL, "--turns", "2", "--endpoint", "completions"), "chat endpoint"),
-        (("compare", "--layouts", "tp2,dynamic"), "dynamic"),
+        (("compare", "--layouts", "dynamic"), "--devices"),
         (("compare", "--layouts", "tp2,tpx"), "tpx"),
     ],
 )

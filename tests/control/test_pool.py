@@ -66,6 +66,7 @@ def test_a_device_counts_only_once_it_is_returned() -> None:
     assert pool.available == 1
     pool.give_back(lease.id)
     assert pool.available == 2
+    assert pool.free == ()  # kept for whoever called it back
     pool.reserve(2, hold_s=3.0)
     assert pool.states()[1] is DeviceState.RESERVED
     with pytest.raises(LeaseConflict):
@@ -103,17 +104,6 @@ def test_a_static_pool_never_revokes() -> None:
     lease = lend(pool, 2)
     assert pool.call_back(2) == pool.reserve(2, hold_s=3.0) == []
     assert pool.get(lease.id).state == "active"
-
-
-def test_growth_must_be_known_as_early_as_the_leases_in_its_way_need() -> None:
-    pool, _ = make(4)
-    pool.observe({0})
-    assert pool.notice_s(4) == 0.0
-    lend(pool, notice_s=1.0)
-    lend(pool, notice_s=20.0)
-    assert (pool.notice_s(2), pool.notice_s(3), pool.notice_s(4)) == (0.0, 20.0, 20.0)
-    pool.give_back("l2")
-    assert pool.notice_s(4) == 3.0
 
 
 def test_devices_come_and_go() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from typing import Any
 
 import pytest
 
-from tests.e2e.live import Api
+from tests.e2e.live import Api, until
 
 pytestmark = pytest.mark.e2e
 
@@ -103,6 +105,49 @@ def test_unknown_models_paths_and_methods(api: Api) -> None:
         assert "'demo'" in error["message"]
     assert refused(api, "/v1/embeddings", {}, 404)["code"] == "unknown_path"
     assert api.http.get(COMPLETIONS).status_code == 405
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+def raw(body: bytes) -> bytes:
+    return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+def test_clients_that_go_at_any_stage_leave_no_rows_or_pages(api: Api, reset: bool) -> None:
+    stream = raw(b'{"prompt": "The sea is", "max_tokens": 4000, "stream": true, "ignore_eos": true, "n": 2}')
+    whole = raw(b'{"prompt": "The sea is", "max_tokens": 4000, "ignore_eos": true}')
+    long = raw(b'{"prompt": "' + b"word " * 6000 + b'", "stream": true}')
+    address = (api.http.base_url.host, api.http.base_url.port or 80)
+    for sent, read in [
+        (b"", 0),
+        (HEAD, 0),
+        (stream[:-10], 0),
+        (HEAD + b'transfer-encoding: chunked\r\n\r\n20\r\n{"prompt"', 0),
+        (stream, 0),
+        (stream, 1),
+        (stream, 2000),
+        (whole, 0),
+        (long, 0),
+        (stream + whole, 1),
+    ]:
+        with socket.create_connection(address) as connection:
+            connection.sendall(sent)
+            while read > 0:
+                read -= len(connection.recv(500))
+            if sent in (whole, long):
+                until(lambda: bool(api.in_use()), "the request runs")
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        until(lambda: not api.in_use(), f"rows and pages free: {api.in_use()}")
+    assert api.complete("The sea is", 4)["usage"]["completion_tokens"] == 4
+
+
+def test_the_description_is_served(api: Api) -> None:
+    document = api.http.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    assert "/v1/chat/completions" in document["paths"]
 
 
 def test_a_body_beyond_the_limit(api: Api) -> None:

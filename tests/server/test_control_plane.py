@@ -13,6 +13,7 @@ from dynamictp.advisor.local import ASSUMPTIONS
 from dynamictp.clock import ManualClock
 from dynamictp.control.config import ControlConfig, SloTable, build_control
 from dynamictp.control.facts import PoolFacts
+from dynamictp.control.journal import parse_journal, replay
 from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason
 from dynamictp.cost.figures import Figure
 from dynamictp.cost.hardware import DeviceFacts, EngineLimits, LinkFacts
@@ -73,6 +74,10 @@ def commands(stack: Stack) -> list[SetLayout]:
     return [body for body in stack.engine.received if isinstance(body, SetLayout)]
 
 
+def last_snapshot(plane: ControlPlane) -> PoolSnapshot:
+    return plane.journal.last(1)[0].snapshot
+
+
 async def until(condition: Callable[[], object]) -> None:
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -120,7 +125,7 @@ async def test_dry_run_decides_and_does_nothing(says: Say) -> None:
         for _ in range(3):
             await plane.tick()
         assert not commands(stack)
-        assert len(plane.journal) == 3
+        assert len(plane.journal.last(10)) == 3
         assert stack.service.desk.pool.leases[0].state == "active"
 
 
@@ -131,7 +136,7 @@ async def test_a_pinned_layout_stays_whatever_the_planner_says(says: Say) -> Non
         await plane.tick()
         assert (await stack.http.get("/admin/layout")).json()["pinned"] is True
         assert [command.layout for command in commands(stack)] == ["tp1+tp1"]
-        assert plane.journal[-1][0].pinned
+        assert last_snapshot(plane).pinned
         await stack.http.put("/admin/layout", json={"layout": "auto"})
         await plane.tick()
         await until(lambda: stack.service.observed == "tp2")
@@ -172,7 +177,7 @@ async def test_a_rolled_back_target_is_barred_and_the_planner_sees_it(says: Say)
         )
         await until(plane.reconciler.bars)
         await plane.tick()
-        assert [bar.layout for bar in plane.journal[-1][0].barred] == ["tp2"]
+        assert [bar.layout for bar in last_snapshot(plane).barred] == ["tp2"]
         assert len(commands(stack)) == 1
         shown = (await stack.http.get("/admin/layout")).json()["barred"]
         assert (shown[0]["layout"], 50 < shown[0]["for_s"] <= 60) == ("tp2", True)
@@ -183,7 +188,7 @@ async def test_what_the_planner_needs_is_called_back_from_leases(says: Say) -> N
         await stack.http.post("/admin/leases", json={"devices": 1})
         says("tp2", reserve=2)
         await plane.tick()
-        assert plane.journal[-1][0].devices_available == 1
+        assert last_snapshot(plane).devices_available == 1
         (lease,) = stack.service.desk.pool.leases
         assert lease.state == "revoking"
         await plane.tick()
@@ -221,7 +226,7 @@ async def test_the_real_planner_runs_on_what_the_server_sees() -> None:
         await until(lambda: stack.service.client.live == 3)
         decision = await plane.tick()
         assert decision is not None
-        seen = plane.journal[-1][0]
+        seen = last_snapshot(plane)
         assert (seen.layout, seen.legal, seen.devices_total) == ("tp1", ("tp1", "tp2", "tp1+tp1"), 2)
         assert (seen.arrivals_10s.requests, seen.arrivals_10s.prompt_tokens_mean) == (4, 2.0)
         assert (seen.outputs.requests, seen.outputs.tokens_mean) == (1, 12.0)
@@ -251,6 +256,18 @@ async def test_parameters_can_be_replaced_while_it_runs() -> None:
             assert refused.status_code == 400
             assert name in refused.json()["error"]["message"]
         assert plane.config.shrink_load == CONFIG.shrink_load
+
+
+async def test_the_journal_replays_over_a_reload_of_parameters() -> None:
+    async with planned() as (stack, plane):
+        await stack.complete(max_tokens=12)
+        await plane.tick()
+        await stack.http.put("/admin/config", json={"target_utilisation": 0.6})
+        await plane.tick()
+        text = (await stack.http.get("/admin/journal")).content
+        lines = list(parse_journal(text.splitlines(keepends=True)))
+        assert [type(line).__name__ for line in lines] == ["Head", "Entry", "Head", "Entry"]
+        assert all(recorded == again for recorded, again in replay(lines))
 
 
 async def test_without_a_planner_there_is_nothing_to_ask(stack: Stack) -> None:

@@ -35,6 +35,12 @@ async def test_an_address_that_is_not_here_is_refused(stack: Stack) -> None:
         await ServerRunner(stack.app, host="203.0.113.1", port=0).start()
 
 
+@pytest.mark.parametrize("host", ["a" * 70 + ".com", "..", "\ud800", "a\0b", "no such host"])
+async def test_what_is_no_host_name_is_refused(stack: Stack, host: str) -> None:
+    with pytest.raises(ResourceError, match="can't listen on"):
+        await ServerRunner(stack.app, host, 0).start()
+
+
 async def test_a_running_answer_may_end_before_the_server_does(stack: Stack) -> None:
     stack.engine.step_s = 0.005
     runner = ServerRunner(stack.app, port=0)

@@ -1,0 +1,269 @@
+"""Switches on virtual time: prepare, ramp with gates, commit, settle, drain, handover; rollback and bars.
+
+A model of the engine's switch state machine (design 9) with the same placement and the same routing; the
+times of its phases are given. Level-triggered as the reconciler is: `go` names the layout that should be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+
+from dynamictp.control.config import ControlConfig
+from dynamictp.control.route import Ramp
+from dynamictp.control.values import Bar, SwitchView
+from dynamictp.control.windows import quantile
+from dynamictp.layout import Layout, LayoutSpec, place
+from dynamictp.sim.domain import SimDomain
+from dynamictp.sim.loop import Event
+from dynamictp.sim.node import Node, SwitchTimes
+from dynamictp.sim.requests import SimRequest
+
+_PROBE_LIMIT = 2.0
+"""A shadow probe may take so many times its prediction."""
+
+
+@dataclass(slots=True)
+class SwitchRecord:
+    """What became of a switch."""
+
+    id: str
+    from_layout: str
+    to_layout: str
+    began_s: float
+    reason: str
+    forced: bool
+    committed_s: float | None = None
+    outcome: str = ""
+    revived: int = 0
+
+
+@dataclass(slots=True)
+class _Switch:
+    record: SwitchRecord
+    target: Layout
+    opening: list[SimDomain]
+    reviving: list[SimDomain]
+    closing: list[SimDomain]
+    phase: str = "prepare"
+    timer: Event | None = None
+    ratios: dict[str, list[float]] = field(default_factory=lambda: {"old": [], "new": []})
+    """Measured ÷ predicted time of requests that finished on each side of the ramp."""
+
+
+class Switcher:
+    """Owner of the observed layout, of the switch in flight, of drains and bars."""
+
+    def __init__(self, node: Node, layout: str, times: SwitchTimes, config: ControlConfig) -> None:
+        self.node, self.config = node, config
+        self.records: list[SwitchRecord] = []
+        self.last_commit_s: float | None = None
+        self._times = times
+        self._current: _Switch | None = None
+        self._strikes: Counter[str] = Counter()
+        self._bars: dict[str, Bar] = {}
+        node.on_broken = self._on_broken
+        node.on_idle = self._on_idle
+        for placed in place(LayoutSpec.parse(layout), node.devices, ()).domains:
+            node.serve(node.open(placed))
+        self.observed = LayoutSpec.parse(layout)
+
+    # ------------------------------------------------------------ asked from outside
+
+    @property
+    def view(self) -> SwitchView | None:
+        switch = self._current
+        if switch is None:
+            return None
+        record = switch.record
+        return SwitchView(record.id, record.to_layout, switch.phase, record.began_s)
+
+    @property
+    def draining(self) -> tuple[str, ...]:
+        return tuple(str(d.placed.shape) for d in self.node.domains.values() if d.state == "draining")
+
+    @property
+    def bars(self) -> tuple[Bar, ...]:
+        now = self.node.loop.now()
+        return tuple(bar for bar in self._bars.values() if bar.until_s > now)
+
+    def go(self, layout: str, *, reason: str, forced: bool, cancel: bool = False) -> None:
+        """Make `layout` the target. Nothing happens while another switch is in flight, unless `cancel`."""
+        if self._current is not None:
+            if not cancel or self._current.record.to_layout == layout:
+                return
+            self._roll_back(self._current, "cancelled", recompute=False)
+        if layout == str(self.observed):
+            return
+        self._begin(layout, reason, forced)
+
+    def hurry(self) -> None:
+        """The switch in flight has become urgent: after a probe its ramp goes to 100 % at once."""
+        switch = self._current
+        if switch is not None and switch.phase == "ramp" and switch.timer is not None:
+            switch.timer.cancel()
+            if self._probe(switch):
+                self._ramp(switch, len(self.config.ramp_steps) - 1)
+
+    def finished(self, domain: SimDomain, request: SimRequest) -> None:
+        """A request ended: a sample for the latency gate."""
+        switch = self._current
+        if switch is None or switch.phase not in {"ramp", "settle"} or request.finished_s is None:
+            return
+        if request.arrival_s < switch.record.began_s:
+            return
+        model = self.node.surroundings(domain).model
+        predicted = model.decode(domain.running + 1, request.length).total_s * request.output
+        predicted += model.prompt(request.prompt, self.node.facts.limits.max_batched_tokens).total_s
+        side = "new" if domain in switch.opening else "old"
+        switch.ratios[side].append((request.finished_s - request.arrival_s) / predicted)
+
+    # ------------------------------------------------------------ a switch
+
+    def _begin(self, layout: str, reason: str, forced: bool) -> None:
+        node, now = self.node, self.node.loop.now()
+        live = [d for d in node.domains.values() if d.state in {"serving", "draining"}]
+        live.sort(key=lambda d: d.state != "serving")
+        target = place(LayoutSpec.parse(layout), node.devices, [d.placed for d in live])
+        wanted = set(target.domains)
+        kept = {d.placed: d for d in live if d.placed in wanted}
+        record = SwitchRecord(f"s{len(self.records) + 1}", str(self.observed), layout, now, reason, forced)
+        self.records.append(record)
+        switch = _Switch(
+            record,
+            target,
+            opening=[node.open(placed) for placed in target.domains if placed not in kept],
+            reviving=[d for d in kept.values() if d.state == "draining"],
+            closing=[d for d in live if d.state == "serving" and d.placed not in wanted],
+        )
+        self._current = switch
+        delay = self._times.prepare_s if switch.opening else 0.0
+        switch.timer = node.loop.after(delay + self._times.commit_s, lambda: self._ready(switch))
+
+    def _ready(self, switch: _Switch) -> None:
+        for domain in switch.reviving:
+            self.node.serve(domain)
+        switch.record.revived = len(switch.reviving)
+        shrinking = sum(d.devices for d in switch.target.spec.shapes) < self.observed.devices
+        if not switch.opening or shrinking or switch.record.forced:
+            if switch.opening and not self._probe(switch):
+                return
+            for domain in switch.opening:
+                self.node.serve(domain)
+            self._commit(switch)
+            return
+        switch.phase = "ramp"
+        for domain in switch.opening:
+            self.node.serve(domain, "new")
+        self._ramp(switch, 0)
+
+    def _probe(self, switch: _Switch) -> bool:
+        """A real request to each new domain before it takes all of the traffic."""
+        for domain in switch.opening:
+            shape = str(domain.placed.shape)
+            if shape in self.node.faults.failing:
+                self._roll_back(switch, "failed", recompute=True)
+                return False
+            if self.node.faults.slow.get(shape, 1.0) > _PROBE_LIMIT:
+                self._roll_back(switch, "rolled_back", recompute=False)
+                return False
+        return True
+
+    def _ramp(self, switch: _Switch, step: int) -> None:
+        if switch is not self._current:
+            return
+        if self._regressed(switch):
+            self._roll_back(switch, "rolled_back", recompute=False)
+            return
+        shares = self.config.ramp_steps
+        if step == len(shares):
+            self._commit(switch)
+            return
+        routing = self.node.routing
+        begun = routing.ramp.begun if routing.ramp is not None else False
+        if shares[step] >= 1:
+            switch.phase = "settle"
+        self._set_ramp(Ramp(shares[step], begun))
+        wait = self.config.ramp_observe_s if shares[step] < 1 else self.config.ramp_settle_s
+        switch.timer = self.node.loop.after(wait, lambda: self._ramp(switch, step + 1))
+        self.node.pump()
+
+    def _regressed(self, switch: _Switch) -> bool:
+        old, new = sorted(switch.ratios["old"]), sorted(switch.ratios["new"])
+        if min(len(old), len(new)) < self.config.ramp_gate_samples:
+            return False
+        return quantile(new, 0.95) > self.config.ramp_gate_ratio * quantile(old, 0.95)
+
+    def _commit(self, switch: _Switch) -> None:
+        now = self.node.loop.now()
+        self._current = None
+        self._set_ramp(None)
+        switch.record.committed_s, switch.record.outcome = now, "committed"
+        self.last_commit_s, self.observed = now, switch.target.spec
+        for domain in switch.opening:
+            self.node.sides[domain.epoch] = "old"
+        for domain in switch.closing:
+            domain.state = "draining"
+            self.node.loop.after(self.config.drain_deadline_s, partial(self._deadline, domain))
+        self.node.pump()
+
+    def _deadline(self, domain: SimDomain) -> None:
+        """What still runs is handed over, between two steps."""
+        if domain.state == "draining":
+            domain.cut()
+            if domain.run is None:
+                self._on_idle(domain)
+
+    def _on_idle(self, domain: SimDomain) -> None:
+        if domain.state != "draining":
+            return
+        committed = self.last_commit_s or 0.0
+        if self.node.loop.now() >= committed + self.config.drain_deadline_s - 1e-9:
+            self.node.hand_over(domain)
+        if not domain.running:
+            self.node.close(domain)
+
+    # ------------------------------------------------------------ taking back
+
+    def _roll_back(self, switch: _Switch, outcome: str, *, recompute: bool) -> None:
+        """Serve with the old domains again; a bar unless it was cancelled."""
+        if switch.timer is not None:
+            switch.timer.cancel()
+        self._current = None
+        self._set_ramp(None)
+        switch.record.outcome = outcome
+        if outcome != "cancelled":
+            layout = switch.record.to_layout
+            length = self.config.bar_s * 2 ** self._strikes[layout]
+            self._strikes[layout] += 1
+            self._bars[layout] = Bar(layout, self.node.loop.now() + length)
+        for domain in switch.opening:
+            domain.abort()
+            for request in tuple(domain.requests()):
+                domain.take(request)
+                self.node.requeue(request, recompute=recompute or not self._shares_memory)
+            self.node.close(domain)
+        self.node.pump()
+
+    def _on_broken(self, domain: SimDomain) -> None:
+        switch = self._current
+        if switch is not None and domain in switch.opening:
+            self._roll_back(switch, "failed", recompute=True)
+            return
+        # A serving domain that breaks is opened again; its requests are recomputed.
+        placed = domain.placed
+        domain.abort()
+        for request in tuple(domain.requests()):
+            domain.take(request)
+            self.node.requeue(request, recompute=True)
+        self.node.close(domain)
+        self.node.serve(self.node.open(placed))
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.node.facts.device.shared_memory
+
+    def _set_ramp(self, ramp: Ramp | None) -> None:
+        routing = self.node.routing
+        self.node.routing = type(routing)(routing.routed, ramp, routing.long_prompt_tokens)

@@ -1,0 +1,212 @@
+"""Walks the table of fields: what lies in range is accepted, what lies just outside is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dynamictp.errors import BadRequest
+from dynamictp.server import requests
+from dynamictp.server.admin_routes import parse_set_layout
+from dynamictp.server.control_routes import parse_lend
+from dynamictp.server.field_table import MAX_DEVICES, Rule, field_rules
+from dynamictp.server.fields import Fields
+
+VOCAB = 100
+DEFAULTS = requests.SamplingDefaults()
+PARSERS = {
+    "POST /v1/completions": lambda body: requests.parse_completion(body, VOCAB, DEFAULTS),
+    "POST /v1/chat/completions": lambda body: requests.parse_chat(body, VOCAB, DEFAULTS),
+    "POST /tokenize": requests.parse_tokenize,
+    "POST /detokenize": lambda body: requests.parse_detokenize(body, VOCAB),
+    "PUT /admin/layout": lambda body: parse_set_layout(Fields(body)),
+    "POST /admin/leases": lambda body: parse_lend(Fields(body), MAX_DEVICES),
+}
+CASES = [(endpoint, rule) for endpoint, rules in field_rules(VOCAB).items() for rule in rules]
+TABLE = pytest.mark.parametrize(
+    ("endpoint", "rule"), CASES, ids=[f"{endpoint} {rule.name}" for endpoint, rule in CASES]
+)
+
+
+def base(endpoint: str, name: str) -> dict[str, Any]:
+    """A sound body in which `name` may have any value of its range."""
+    message = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    body: dict[str, Any] = {
+        "POST /v1/completions": {"prompt": "x"},
+        "POST /v1/chat/completions": {"messages": [message]},
+        "POST /tokenize": {"messages": [message]}
+        if name.startswith("messages") or name in CHAT
+        else {"prompt": "x"},
+        "POST /detokenize": {"tokens": []},
+        "PUT /admin/layout": {"layout": "tp1"},
+        "POST /admin/leases": {"devices": 1},
+    }[endpoint]
+    if name.startswith("stream_options"):
+        body |= {"stream": True, "stream_options": {}}
+    if name == "top_logprobs":
+        body["logprobs"] = True
+    return body
+
+
+CHAT = ("continue_final_message", "add_generation_prompt", "chat_template_kwargs")
+
+
+def with_value(endpoint: str, name: str, value: Any) -> dict[str, Any]:
+    """The sound body with `value` in place of the field `name`."""
+    body = base(endpoint, name)
+    *path, last = name.replace("[]", ".0").split(".")
+    place: Any = body
+    for step in path:
+        place = place[int(step) if step == "0" else step]
+    if name == "best_of" and type(value) is int and 1 <= value <= requests.MAX_CHOICES:
+        body["n"] = value
+    if name == "continue_final_message" and value:
+        body["add_generation_prompt"] = False
+    place[last] = value
+    return body
+
+
+def inside(rule: Rule) -> Iterator[Any]:
+    """Both ends of the range, or each of the choices."""
+    shape = rule.schema
+    if rule.status == "ignored":
+        yield from (None, 1, "x", [], {"a": None})
+        return
+    if not rule.required:
+        yield None
+    if "enum" in shape:
+        yield from shape["enum"]
+    elif rule.name in OWN:
+        yield from OWN[rule.name][0]
+    else:
+        match shape["type"]:
+            case "integer":
+                yield from (shape["minimum"], shape["maximum"])
+            case "number":
+                low = shape.get("minimum", math.nextafter(shape.get("exclusiveMinimum", 0), math.inf))
+                yield from (low, shape["maximum"])
+            case "boolean":
+                yield from (True, False)
+            case "string":
+                yield from ("x", "x" * shape["maxLength"])
+            case "array":
+                yield from ([], [VOCAB - 1] * shape["maxItems"])
+            case "object":
+                yield {}
+
+
+def outside(rule: Rule) -> Iterator[Any]:
+    """Just beyond both ends, and values of other types."""
+    shape = rule.schema
+    if rule.required:
+        yield None
+    if rule.status == "neutral":
+        yield from (value for value in ({"x": 1}, [0], "x", 7) if value not in shape["enum"])
+    elif rule.name in OWN:
+        yield from OWN[rule.name][1]
+    elif "enum" in shape:
+        yield from ("x", 1, [], True)
+    else:
+        match shape["type"]:
+            case "integer":
+                yield from (shape["minimum"] - 1, shape["maximum"] + 1, 1.5, 1.0, "1", True, [1], {})
+            case "number":
+                low = shape.get("minimum")
+                yield shape["exclusiveMinimum"] if low is None else math.nextafter(low, -math.inf)
+                yield from (math.nextafter(shape["maximum"], math.inf), "1", True, [1], {})
+            case "boolean":
+                yield from (0, 1, "true", [], {})
+            case "string":
+                yield from (1, True, [], {}, "x" * (shape["maxLength"] + 1))
+            case "array":
+                yield from (1, "x", {}, [-1], [VOCAB], [1.0], [True], ["1"], [[1]])
+                yield [0] * (shape["maxItems"] + 1)
+            case "object":
+                yield from (1, "x", [], True)
+
+
+OWN: dict[str, tuple[list[Any], list[Any]]] = {
+    "prompt": (
+        ["", "x", ["x", "y"], [0, VOCAB - 1], [[0], [1, 2]]],
+        [1, True, {}, [], [VOCAB], [-1], [1, "x"], [1.0], [[1], "x"], [[VOCAB]], [[True]]],
+    ),
+    "stop": (["x", "x" * 256, [], ["x"] * 16], ["", "x" * 257, ["x"] * 17, [""], [1], 1, True, {"a": 1}]),
+    "logit_bias": (
+        [{}, {"0": -100, str(VOCAB - 1): 100}, {"1": 0.5}],
+        [
+            [1],
+            "x",
+            1,
+            {str(VOCAB): 1},
+            {"-1": 1},
+            {"x": 1},
+            {"1": 100.1},
+            {"1": -101},
+            {"1": True},
+            {"1": "x"},
+        ],
+    ),
+    "messages": ([[{"role": "user", "content": ""}] * 3], [[], "x", 1, {}]),
+    "messages[].content": (["", "x", [{"type": "text", "text": ""}], []], [1, True, {}]),
+    "layout": (["tp1", "auto", "", "x" * 4096], [1, True, [], {}, "x" * 4097]),
+}
+
+
+@TABLE
+def test_what_is_in_range_is_accepted(endpoint: str, rule: Rule) -> None:
+    for value in inside(rule):
+        if value is None and rule.name == "messages[].content":
+            continue  # only an assistant may say nothing
+        if rule.name == "prompt" and endpoint == "POST /tokenize" and not isinstance(value, str):
+            continue  # one text
+        if value is None and rule.name in ("prompt", "messages"):
+            continue  # either of them
+        PARSERS[endpoint](with_value(endpoint, rule.name, value))
+
+
+@TABLE
+def test_what_is_just_outside_is_refused_by_name(endpoint: str, rule: Rule) -> None:
+    if rule.status == "ignored":
+        return
+    for value in outside(rule):
+        body = with_value(endpoint, rule.name, value)
+        with pytest.raises(BadRequest) as refusal:
+            PARSERS[endpoint](body)
+        message, param = refusal.value.message, (refusal.value.param or "").replace("[0]", "[]")
+        assert param.startswith(rule.name), (value, message)
+        assert message.startswith(refusal.value.param or "?"), value
+        if rule.status == "neutral":
+            assert refusal.value.code == "unsupported_field"
+        elif value is None:
+            assert refusal.value.code == "missing_field"
+        elif rule.name not in OWN and not isinstance(value, (str, list)):
+            assert rule.expected in message, value
+
+
+@pytest.mark.parametrize("endpoint", PARSERS)
+def test_a_field_that_is_not_in_the_table_is_refused(endpoint: str) -> None:
+    body = base(endpoint, "")
+    PARSERS[endpoint](body)
+    with pytest.raises(BadRequest) as refusal:
+        PARSERS[endpoint]({**body, "frobnicate": None})
+    assert (refusal.value.param, refusal.value.code) == ("frobnicate", "unknown_field")
+
+
+@pytest.mark.parametrize("endpoint", PARSERS)
+def test_the_table_has_every_field_that_is_accepted(endpoint: str) -> None:
+    """Else a field that a parser takes would be missing from the page and the description."""
+    fields = Fields(base(endpoint, ""))
+    parsers = {
+        "POST /v1/completions": lambda: requests.parse_completion(fields, VOCAB, DEFAULTS),
+        "POST /v1/chat/completions": lambda: requests.parse_chat(fields, VOCAB, DEFAULTS),
+        "POST /tokenize": lambda: requests.parse_tokenize(fields),
+        "POST /detokenize": lambda: requests.parse_detokenize(fields, VOCAB),
+        "PUT /admin/layout": lambda: parse_set_layout(fields),
+        "POST /admin/leases": lambda: parse_lend(fields, MAX_DEVICES),
+    }
+    parsers[endpoint]()
+    known = {rule.name for rule in field_rules(VOCAB)[endpoint] if "." not in rule.name}
+    assert fields.known <= known
