@@ -99,6 +99,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Planner",
+        (
+            Panel("Load and capacity", (('dtp_planner_figure{@, figure=~"load|slow_load"}', "{{figure}}"),)),
+            Panel("Measured / predicted steps", (("dtp_calibration_ratio{@}", "tp{{tp}} {{phase}}"),)),
+            Panel("Decisions", ((_rate("dtp_decisions_total", "reason"), "{{reason}}"),), stacked=True),
+        ),
+    ),
+    (
         "Engine",
         (
             Panel(

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from dynamictp.control.calibrate import Ratios
 from dynamictp.control.pool import DeviceState
 from dynamictp.control.values import Alarm, Decision
+from dynamictp.observe.families import gauges
 
 
 class PlaneMetrics:
@@ -17,11 +19,14 @@ class PlaneMetrics:
     def __init__(self) -> None:
         self._decisions: Counter[str] = Counter()
         self._last: Decision | None = None
+        self._ratios: Ratios = ()
         self.device_states: Callable[[], Mapping[int, DeviceState]] = dict
 
-    def on_decision(self, decision: Decision) -> None:
+    def on_decision(self, decision: Decision, ratios: Ratios = ()) -> None:
+        """`ratios`: measured / predicted time of steps, as the decision saw it."""
         self._decisions[decision.reason.value] += 1
         self._last = decision
+        self._ratios = ratios
 
     def collect(self) -> Iterator[Metric]:
         last = self._last
@@ -38,6 +43,20 @@ class PlaneMetrics:
             "Devices that the planner's forecast needs. Does it ask for more than there are?",
             value=last.reserve if last is not None else 0,
         )
+        yield gauges(
+            "dtp_planner_figure",
+            "What the last decision was based on. Why does the planner think so? (docs/control.md)",
+            "figure",
+            last.figures if last is not None else {},
+        )
+        ratios = GaugeMetricFamily(
+            "dtp_calibration_ratio",
+            "Measured / predicted time of a step, as learnt. Is the cost model right about this machine?",
+            labels=["tp", "phase"],
+        )
+        for tp, phase, ratio in self._ratios:
+            ratios.add_metric([str(tp), phase], ratio)
+        yield ratios
         alarms = GaugeMetricFamily(
             "dtp_alarm",
             "1 while the last decision raised it. Is the target out of reach, "

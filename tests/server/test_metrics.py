@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamictp.control.values import Alarm, Decision, Reason
 from dynamictp.messages import DeviceStatus, DomainStatus, SamplingParams, Snapshot, StepTotals, SwitchStatus
 from dynamictp.server.metrics import Metrics
 from dynamictp.testing.fake_engine import ScriptedError
@@ -32,7 +33,14 @@ FIRST_SET = {
     "dtp_inter_token_latency_seconds",
     "dtp_e2e_request_latency_seconds",
 }
-PLANE_SET = {"dtp_alarm", "dtp_decisions", "dtp_devices", "dtp_planner_devices"}
+PLANE_SET = {
+    "dtp_alarm",
+    "dtp_calibration_ratio",
+    "dtp_decisions",
+    "dtp_devices",
+    "dtp_planner_devices",
+    "dtp_planner_figure",
+}
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -159,3 +167,17 @@ def test_buckets_are_inclusive_and_a_switch_counts_once() -> None:
         if name == "dtp_tp_switches_total"
     }
     assert outcomes == {"committed": 1, "failed": 1}
+
+
+def test_the_planner_tells_its_figures_and_what_it_learnt() -> None:
+    metrics = Metrics()
+    decision = Decision(
+        1.0, "tp2", Reason.GROW_PREDICTED, "tp2", Reason.GROW_PREDICTED, 2, reserve=2,
+        figures={"load": 0.9}, alarms=(Alarm.FLAPPING,),
+    )  # fmt: skip
+    metrics.plane.on_decision(decision, ((2, "decode", 1.25),))
+    values = samples(metrics.render().decode())
+    assert values["dtp_planner_figure", (("figure", "load"),)] == 0.9
+    assert values["dtp_calibration_ratio", (("phase", "decode"), ("tp", "2"))] == 1.25
+    assert values["dtp_alarm", (("alarm", "flapping"),)] == 1
+    assert values["dtp_decisions_total", (("reason", "grow_predicted"),)] == 1
