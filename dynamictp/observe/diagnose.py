@@ -50,6 +50,8 @@ FOREIGN_CORES = 0.5
 WAIT_SHARE = 0.25
 """Waits with skew are up to 7 % of a step on undisturbed cores (measured)."""
 KV_FULL_USAGE = 0.9
+PREEMPTED_SHARE = 0.1
+"""Of the steps that compute prompts: each preemption makes at least one more."""
 FULL_ROWS = 0.9
 QUEUE_SHARE = 0.5
 """Of TTFT."""
@@ -145,7 +147,8 @@ def _kv_full(figures: Figures) -> Finding | None:
         and figures.waiting >= 1
         and figures.running < FULL_ROWS * (figures.rows_total or float("inf"))
     )
-    if not figures.preemptions and not held_back:
+    repeated = figures.preemptions >= max(2.0, PREEMPTED_SHARE * figures.prefill_steps)
+    if not held_back and not repeated and not (figures.preemptions and figures.kv_usage >= KV_FULL_USAGE):
         return None
     evidence = [f"KV pages held by requests: up to {_percent(figures.kv_usage)}"]
     if figures.preemptions:
@@ -172,12 +175,10 @@ def _kv_full(figures: Figures) -> Finding | None:
 def _host(figures: Figures) -> Finding | None:
     evidence: list[str] = []
     advice: list[str] = []
-    if (figures.foreign_cores or 0.0) >= FOREIGN_CORES:
-        evidence.append(f"other processes used {figures.foreign_cores:.1f} of the devices' cores")
-        advice.append("stop the other processes, bind them elsewhere, or lower their priority (nice 19)")
-    if (figures.steal_cores or 0.0) >= FOREIGN_CORES / 2:
-        evidence.append(f"the hypervisor took {figures.steal_cores:.1f} cores away")
-        advice.append("use a machine with cores of its own")
+    if figures.share("wait") >= WAIT_SHARE or figures.share("host") >= HOST_SHARE / 2:
+        evidence += _neighbours(figures)
+        if evidence:
+            advice.append("stop the other processes, bind them elsewhere, or lower their priority (nice 19)")
     for name, cores in (("server", figures.server_cores), ("engine", figures.engine_cores)):
         if (cores or 0.0) >= BREATHLESS_CORES:
             evidence.append(f"the {name} process used {cores:.2f} of one core, all that its thread can")
@@ -194,6 +195,16 @@ def _host(figures: Figures) -> Finding | None:
         )
         advice.append("use the native kernels (--kernels native says why when it can't)")
     return Finding(Verdict.HOST, tuple(evidence), tuple(dict.fromkeys(advice))) if evidence else None
+
+
+def _neighbours(figures: Figures) -> list[str]:
+    """Who else works on our cores. It is a cause only where ranks or steps wait for something."""
+    found: list[str] = []
+    if (figures.foreign_cores or 0.0) >= FOREIGN_CORES:
+        found.append(f"other processes used {figures.foreign_cores:.1f} of the devices' cores")
+    if (figures.steal_cores or 0.0) >= FOREIGN_CORES / 2:
+        found.append(f"the hypervisor took {figures.steal_cores:.1f} cores away")
+    return found
 
 
 def _communication(figures: Figures) -> Finding | None:
@@ -241,10 +252,11 @@ def _bound(figures: Figures) -> Finding:
         f"{_percent(figures.share('attention'))} attention"
     )
     rows = f"{figures.rows_per_step:.1f} tokens per step"
+    others = tuple(_neighbours(figures))
     if figures.prefill_share >= PREFILL_SHARE:
         return Finding(
             Verdict.COMPUTE,
-            (f"{_percent(figures.prefill_share)} of the time is steps that compute prompts", split),
+            (f"{_percent(figures.prefill_share)} of the time is steps that compute prompts", split, *others),
             (
                 "a wider degree: prompts get faster by it, one by one",
                 "shared beginnings first: the prefix cache saves whole pages",
@@ -253,18 +265,22 @@ def _bound(figures: Figures) -> Finding:
     if figures.rows_per_step >= COMPUTE_ROWS:
         return Finding(
             Verdict.COMPUTE,
-            (f"{rows}: from about {COMPUTE_ROWS} on, a step takes the longer the more there are", split),
+            (
+                f"{rows}: from about {COMPUTE_ROWS} on, a step takes the longer the more there are",
+                split,
+                *others,
+            ),
             ("a wider degree, or more devices; batching more gains no more",),
         )
     if figures.share("attention") > figures.share("weights"):
         return Finding(
             Verdict.MEMORY,
-            (f"{split}: long contexts are read again for each token",),
+            (f"{split}: long contexts are read again for each token", *others),
             ("a wider degree reads the KV cache with more cores", "shorter contexts"),
         )
     return Finding(
         Verdict.MEMORY,
-        (f"{rows}: the weights are read once per step, for few tokens", split),
+        (f"{rows}: the weights are read once per step, for few tokens", split, *others),
         (
             "more requests at once cost little more: clients may send more in parallel",
             "--weights int8 halves the bytes",

@@ -23,7 +23,7 @@ class Figures:
     waiting: float = 0.0
     rows_total: float = 0.0
     kv_usage: float = 0.0
-    """The largest seen."""
+    """Of the fullest domain's pages, the largest seen."""
     preemptions: float = 0.0
     decode_steps: float = 0.0
     prefill_steps: float = 0.0

@@ -107,7 +107,6 @@ class History:
         serving = [domain.tp for domain in snapshot.domains if domain.state == "serving"]
         running = sum(domain.running for domain in snapshot.domains)
         weighted = sum(domain.tp * domain.running for domain in snapshot.domains)
-        held = snapshot.pages_total - snapshot.pages_free - snapshot.pages_cached
         return Point(
             t=round(self._wall(), 2),
             layout=snapshot.layout,
@@ -115,7 +114,7 @@ class History:
             used=round(weighted / running, 2) if running else 0.0,
             running=snapshot.running,
             waiting=snapshot.waiting,
-            kv=round(held / snapshot.pages_total, 4) if snapshot.pages_total else 0.0,
+            kv=round(kv_usage(snapshot), 4),
             arrivals=round((totals.arrivals - before.arrivals) / passed_s, 2),
             tokens=round((totals.tokens - before.tokens) / passed_s, 1),
             ttft_short=_rounded(quantiles[0]),
@@ -133,6 +132,18 @@ class History:
         """The points by field, as the page wants them."""
         points = self.points(since)
         return {name: [getattr(point, name) for point in points] for name in Point.__struct_fields__}
+
+
+def kv_usage(snapshot: Snapshot) -> float:
+    """Pages that requests hold ÷ may hold, in the fullest serving domain: a domain has the pages of its own
+    devices only.
+    """
+    shares = (
+        domain.kv_pages_used / domain.kv_pages_cap
+        for domain in snapshot.domains
+        if domain.state == "serving" and domain.kv_pages_cap
+    )
+    return min(1.0, max(shares, default=0.0))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -29,7 +29,7 @@ from dynamictp.observe.families import (
     gauges,
     histogram,
 )
-from dynamictp.observe.history import History
+from dynamictp.observe.history import History, kv_usage
 from dynamictp.observe.machine import MachineMetrics
 from dynamictp.observe.requests import RequestMetrics
 from dynamictp.server.plane_metrics import PlaneMetrics
@@ -192,11 +192,10 @@ class Metrics(Collector):
             "device",
             {str(device.id): device.kv_pages_total for device in devices},
         )
-        used = now.pages_total - now.pages_free - now.pages_cached if now else 0
         yield gauge(
             "dtp_kv_cache_usage_ratio",
-            "KV pages that requests hold / all. How near are preemptions?",
-            used / now.pages_total if now and now.pages_total else 0.0,
+            "KV pages held / allowed, in the fullest serving domain. How near are preemptions?",
+            kv_usage(now) if now else 0.0,
         )
         yield gauge(
             "dtp_kv_pages_cached",

@@ -129,8 +129,8 @@ def test_waiting_beside_free_slots_with_full_pages_is_a_matter_of_memory() -> No
     [
         ({"server_cores": 0.97}, "server process used 0.97"),
         ({"engine_cores": 1.0}, "engine process used 1.00"),
-        ({"steal_cores": 0.4}, "hypervisor took 0.4"),
-        ({"foreign_cores": 0.6}, "other processes used 0.6"),
+        ({"steal_cores": 0.4, "decode": NEIGHBOURED.decode}, "hypervisor took 0.4"),
+        ({"foreign_cores": 0.6, "decode": NEIGHBOURED.decode}, "other processes used 0.6"),
         ({"decode": {"weights": 3.0, "other": 6.0}}, "67 % of the time is neither"),
     ],
 )
@@ -138,6 +138,18 @@ def test_what_is_around_the_model_is_named(changes: dict[str, object], said: str
     finding = diagnose(replace(ONE_STREAM, **changes)).findings[0]  # type: ignore[arg-type]
     assert finding.verdict is Verdict.HOST
     assert said in finding.evidence[0]
+
+
+def test_a_neighbour_that_nobody_waits_for_is_only_mentioned() -> None:
+    beside = diagnose(replace(ONE_STREAM, foreign_cores=1.0))
+    assert verdicts(beside) == [Verdict.MEMORY]
+    assert "other processes used 1.0" in beside.findings[0].evidence[-1]
+
+
+def test_a_single_preemption_is_no_want_of_memory() -> None:
+    assert diagnose(replace(OVERLOADED, preemptions=1, kv_usage=0.6)).verdict is Verdict.QUEUEING
+    assert diagnose(replace(OVERLOADED, preemptions=1, kv_usage=0.95)).verdict is Verdict.KV_FULL
+    assert diagnose(replace(OVERLOADED, preemptions=5, kv_usage=0.6)).verdict is Verdict.KV_FULL
 
 
 def test_every_verdict_has_its_headline() -> None:

@@ -41,7 +41,7 @@ def snapshot(*domains: DomainStatus) -> Snapshot:
 def domain(tp: int, state: str = "serving", running: int = 0) -> DomainStatus:
     return msgspec.convert(
         {"id": f"d{tp}", "epoch": 1, "model": "", "tp": tp, "pp": 1, "devices": list(range(tp)),
-         "state": state, "running": running},
+         "state": state, "running": running, "kv_pages_used": 2, "kv_pages_cap": 10},
         DomainStatus,
     )  # fmt: skip
 

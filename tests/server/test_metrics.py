@@ -181,3 +181,12 @@ def test_the_planner_tells_its_figures_and_what_it_learnt() -> None:
     assert values["dtp_calibration_ratio", (("phase", "decode"), ("tp", "2"))] == 1.25
     assert values["dtp_alarm", (("alarm", "flapping"),)] == 1
     assert values["dtp_decisions_total", (("reason", "grow_predicted"),)] == 1
+
+
+def test_kv_usage_is_that_of_the_fullest_serving_domain() -> None:
+    metrics = Metrics()
+    full = DomainStatus("d1", 1, "", 1, 1, (0,), "serving", kv_pages_used=90, kv_pages_cap=100)
+    empty = DomainStatus("d2", 2, "", 1, 1, (1,), "serving", kv_pages_used=0, kv_pages_cap=100)
+    old = DomainStatus("d0", 0, "", 2, 1, (0, 1), "draining", kv_pages_used=200, kv_pages_cap=200)
+    metrics.on_snapshot(msgspec.structs.replace(snapshot(full), domains=(old, full, empty)))
+    assert samples(metrics.render().decode())["dtp_kv_cache_usage_ratio", ()] == 0.9
