@@ -47,6 +47,12 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     admin_port: int = 0
     api_key_file: str = ""
     admin_key_file: str = ""
+    public_metrics: bool = False
+    allowed_hosts: str = ""
+    max_waiting: int = 10_000
+    max_waiting_tokens: int = 16_000_000
+    max_wait_s: float = 1.5
+    request_timeout_s: float = 0.0
     metrics_alias: Literal["", "vllm"] = ""
     otlp_traces_endpoint: str = ""
     served_model_name: str = ""
@@ -55,6 +61,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     collective_deadline_s: float = 30.0
     hang_s: float = 2.0
     crash_budget: int = 20
+    trust_remote_code: bool = False
     drain_s: float = 30.0
     calibration: str = ""
     journal: str = ""
@@ -65,6 +72,16 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def model_name(self) -> str:
         """Name in the API: `--served-model-name`, else the last part of the model's path."""
         return self.served_model_name or Path(self.model).name
+
+    @property
+    def admin_address(self) -> tuple[str, int] | None:
+        """Host and port of the admin interface if it has a port of its own."""
+        return (self.admin_host or "127.0.0.1", self.admin_port) if self.admin_port else None
+
+    @property
+    def admin_on_main(self) -> bool:
+        """The admin interface is on the API's port: nobody else reaches that, and no other was given."""
+        return is_loopback(self.host) and not self.admin_port
 
 
 NOT_BUILT: dict[str, tuple[object, ...]] = {"numerics": ("fast",)}
@@ -79,6 +96,11 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "max_batched_tokens": (16, 65536),
     "max_step_ms": (1, 60_000),
     "port": (0, 65535),
+    "admin_port": (0, 65535),
+    "max_waiting": (1, 1_000_000),
+    "max_waiting_tokens": (1, 1 << 30),
+    "max_wait_s": (0, 86_400),
+    "request_timeout_s": (0, 86_400),
     "collective_deadline_s": (0.1, 3600),
     "hang_s": (0.5, 3600),
     "crash_budget": (0, 1_000_000),
@@ -166,9 +188,11 @@ def _check(config: ServeConfig) -> None:
     for key, values in NOT_BUILT.items():
         if getattr(config, key) in values:
             raise ConfigError(f"--{key} {getattr(config, key)} is not built yet")
-    for key in ("admin_host", "admin_port", "api_key_file", "admin_key_file"):
-        if getattr(config, key):
-            raise ConfigError(f"--{key.replace('_', '-')} is not built yet: /admin is on the loopback port")
+    if config.trust_remote_code:
+        raise ConfigError(
+            "--trust-remote-code: this server never runs code that comes with a model; "
+            "models of the families it knows need none"
+        )
     for key, (low, high) in _LIMITS.items():
         if not low <= getattr(config, key) <= high:
             flag = key.replace("_", "-")
@@ -187,10 +211,29 @@ def _check(config: ServeConfig) -> None:
         parse_layout(config.layout)
     except LayoutRefused as error:
         raise ConfigError(f"--layout: {error}") from error
-    if not config.insecure and not is_loopback(config.host):
+    _check_access(config)
+
+
+def _check_access(config: ServeConfig) -> None:
+    """Nothing is open to others by accident."""
+    if not (config.insecure or config.api_key_file or is_loopback(config.host)):
         raise ConfigError(
-            f"--host {config.host} is reachable from outside and this version has no keys: "
-            "use 127.0.0.1, or --insecure if the network is trusted"
+            f"--host {config.host} is reachable from outside: give --api-key-file, use 127.0.0.1, or "
+            "--insecure if everyone in the network may use the server"
+        )
+    if config.admin_host and not config.admin_port:
+        raise ConfigError("--admin-host needs --admin-port")
+    admin = config.admin_address
+    if admin is None:
+        return
+    if config.admin_port == config.port:
+        raise ConfigError(
+            f"--admin-port and --port are both {config.port}; the admin interface needs its own"
+        )
+    if not (config.insecure or config.admin_key_file or is_loopback(admin[0])):
+        raise ConfigError(
+            f"--admin-host {admin[0]} is reachable from outside: give --admin-key-file, use 127.0.0.1, or "
+            "--insecure if everyone in the network may change the layout"
         )
 
 

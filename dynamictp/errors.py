@@ -5,6 +5,7 @@ DynamicTPError
 ├── RequestError            the client's fault: answered with a 4xx
 │   ├── BadRequest          400, names the field
 │   ├── Unauthorized        401
+│   ├── Forbidden           403
 │   ├── NotFound            404
 │   └── LayoutRefused       422, carries the legal layouts
 ├── CapacityError           429 / 503 with Retry-After
@@ -54,6 +55,13 @@ class Unauthorized(RequestError):
     kind = "authentication_error"
 
 
+class Forbidden(RequestError):
+    """The request comes in a way that this port does not take."""
+
+    status = 403
+    kind = "permission_error"
+
+
 class NotFound(RequestError):
     """The model, switch or lease does not exist."""
 
@@ -75,11 +83,14 @@ class LayoutRefused(RequestError):
 class CapacityError(DynamicTPError):
     """No room now. Try again after `retry_after_s` seconds."""
 
-    def __init__(self, message: str, *, status: int = 503, retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self, message: str, *, status: int = 503, retry_after_s: float = 1.0, code: str = "capacity"
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.retry_after_s = retry_after_s
+        self.code = code
 
 
 class SwitchConflict(DynamicTPError):

@@ -42,7 +42,13 @@ def test_flag_over_file_over_default(tmp_path: Path) -> None:
         ("max_num_seqs: 0", "max-num-seqs"),
         ("kv_memory: lots", "lots"),
         ("host: 0.0.0.0", "insecure"),
-        ("api_key_file: keys", "api-key-file"),
+        ("host: '::'", "api-key-file"),
+        ("admin_host: 127.0.0.1", "admin-port"),
+        ("admin_port: 8000", "both 8000"),
+        ("{admin_port: 9000, admin_host: 0.0.0.0}", "admin-key-file"),
+        ("max_waiting: 0", "max-waiting"),
+        ("trust_remote_code: true", "never runs code"),
+        ("request_timeout_s: -1", "request-timeout-s"),
         ("model: ''", "model"),
         ("port: 2024-99-99", "is not YAML"),
         ("port: !!int x", "is not YAML"),
@@ -109,6 +115,27 @@ def test_any_file_is_a_configuration_or_refused(tmp_path: Path, content: str) ->
     file.write_text(content)
     with contextlib.suppress(ConfigError):
         build_config({}, str(file))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"host": "0.0.0.0", "api_key_file": "keys"},
+        {"host": "0.0.0.0", "insecure": True},
+        {"admin_host": "0.0.0.0", "admin_port": 9000, "admin_key_file": "keys"},
+        {"admin_host": "0.0.0.0", "admin_port": 9000, "insecure": True},
+    ],
+)
+def test_a_public_address_needs_keys_or_the_word_insecure(given: dict[str, object]) -> None:
+    build_config(given)
+
+
+def test_where_the_admin_interface_is() -> None:
+    alone, apart = build_config({}), build_config({"admin_port": 9000})
+    public = build_config({"host": "0.0.0.0", "api_key_file": "keys"})
+    assert (alone.admin_on_main, alone.admin_address) == (True, None)
+    assert (apart.admin_on_main, apart.admin_address) == (False, ("127.0.0.1", 9000))
+    assert (public.admin_on_main, public.admin_address) == (False, None)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -24,8 +24,11 @@ def http_client(url: str, api_key: str | None) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=base_url(url), headers=headers, timeout=_TIMEOUT_S, trust_env=False)
 
 
-async def probe(http: httpx.AsyncClient, model: str | None = None) -> ServerFacts:
-    """Facts of the server behind `http`; `model` chooses among those it lists.
+async def probe(
+    http: httpx.AsyncClient, model: str | None = None, admin: httpx.AsyncClient | None = None
+) -> ServerFacts:
+    """Facts of the server behind `http`; `model` chooses among those it lists. `admin` is for its admin
+    interface and its metrics, where they are elsewhere or behind another key.
 
     Raises FatalError when `/v1/models` doesn't answer or has no such model.
     """
@@ -41,6 +44,7 @@ async def probe(http: httpx.AsyncClient, model: str | None = None) -> ServerFact
     if not names or (model is not None and model not in names):
         raise FatalError(f"{http.base_url} serves {', '.join(names) or 'no model'}, not '{model or 'any'}'")
     card = cards[names.index(model) if model else 0]
+    admin = admin or http
     version = await _optional_json(http, "/version")
     return ServerFacts(
         url=str(http.base_url).rstrip("/"),
@@ -49,8 +53,8 @@ async def probe(http: httpx.AsyncClient, model: str | None = None) -> ServerFact
         version=str(version.get("version", "")) if version else "",
         max_model_len=card.get("max_model_len"),
         tokenizes=await _tokenizes(http, str(card["id"])),
-        layout=await _optional_json(http, "/admin/layout"),
-        metrics_before=await scrape(http),
+        layout=await _optional_json(admin, "/admin/layout"),
+        metrics_before=await scrape(admin),
     )
 
 

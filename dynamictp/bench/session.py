@@ -49,11 +49,14 @@ class Options:
     """How to play. `drain_s`: how long after the load running requests may finish before they are cut.
 
     `ignore_eos` None: where the server is known to take it (then outputs have the planned length).
-    `changes`: (seconds, layout) to set during the run. Keys are never kept in a record.
+    `changes`: (seconds, layout) to set during the run. `admin_url`, `admin_key`: of the admin interface,
+    where they are not those of the API. Keys are never kept in a record.
     """
 
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    admin_url: str | None = None
+    admin_key: str | None = field(default=None, repr=False)
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     timeout_s: float = 120.0
     drain_s: float = 30.0
@@ -61,6 +64,10 @@ class Options:
     ignore_eos: bool | None = None
     tokenizer: Path | None = None
     changes: tuple[tuple[float, str], ...] = ()
+
+    def admin_of(self, url: str) -> tuple[str, str | None]:
+        """Address and key of the admin interface of the server at `url`, and of its metrics."""
+        return self.admin_url or url, self.admin_key or self.api_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +88,8 @@ class Prepared:
 
 async def look(url: str, options: Options) -> ServerFacts:
     """Facts of the server. Raises FatalError when there is none."""
-    async with http_client(url, options.api_key) as http:
-        return await probe(http, options.model)
+    async with http_client(url, options.api_key) as http, http_client(*options.admin_of(url)) as admin:
+        return await probe(http, options.model, admin)
 
 
 async def prepare(
@@ -165,7 +172,8 @@ class _Play:
     async def run(self, label: str) -> Run:
         await self._warm_up()
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        url, key, clock = self._facts.url, self._options.api_key, self._clock
+        clock = self._clock
+        url, key = self._options.admin_of(self._facts.url)
         watcher = LayoutWatcher(url, key, clock)
         async with http_client(url, key) as http, Admin(url, clock=clock, key=key) as admin:
             before = await scrape(http)

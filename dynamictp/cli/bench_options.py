@@ -69,7 +69,11 @@ JOB_OPTIONS = (
     click.option("--warmup", type=click.IntRange(0), default=4, show_default=True,
                  help="requests before the load, not counted"),
     click.option("--api-key-file", type=_FILE,
-                 help="`key [tenant [priority]]` a line [default: the variable OPENAI_API_KEY]"),
+                 help="keys of the tenants, `key [tenant [priority]]` a line"),
+    click.option("--api-key", help="key of the API; better in DYNAMICTP_API_KEY or OPENAI_API_KEY"),
+    click.option("--admin-key", envvar="DYNAMICTP_ADMIN_KEY",
+                 help="key of the admin interface; better in DYNAMICTP_ADMIN_KEY"),
+    click.option("--admin-url", help="address of the admin interface and the metrics [default: URL]"),
     click.option("--slo-ttft-s", type=_POSITIVE, default=2.0, show_default=True, help="target of goodput"),
     click.option("--slo-tpot-ms", type=_POSITIVE, default=100.0, show_default=True, help="target of goodput"),
     click.option("--slo", "slo_overrides", multiple=True, metavar="NAME=TTFT_S:TPOT_MS",
@@ -124,10 +128,12 @@ def make_job(given: Mapping[str, Any], changes: tuple[str, ...]) -> Job:
         endpoint=given["endpoint"],
         longest_tokens=given["longest"],
     )
-    api_key, tenant_keys = read_keys(given["api_key_file"])
+    api_key, tenant_keys = read_keys(given["api_key_file"], given["api_key"])
     options = Options(
         model=given["model_name"],
         api_key=api_key,
+        admin_url=given["admin_url"],
+        admin_key=given["admin_key"],
         tenant_keys=tenant_keys,
         timeout_s=given["timeout"],
         drain_s=given["drain"],
@@ -140,17 +146,20 @@ def make_job(given: Mapping[str, Any], changes: tuple[str, ...]) -> Job:
     return Job(workload, options, Slo(given["slo_ttft_s"], given["slo_tpot_ms"] / 1e3, overrides))
 
 
-def read_keys(file: Path | None) -> tuple[str | None, dict[str, str]]:
-    """The key for everyone, and those of tenants, from the server's form of key file."""
+def read_keys(file: Path | None, key: str | None = None) -> tuple[str | None, dict[str, str]]:
+    """The key for everyone (`key`, else from the environment), and those of tenants, from the server's form
+    of key file.
+    """
     if file is None:
-        return os.environ.get("OPENAI_API_KEY") or None, {}
+        variables = (os.environ.get(name) for name in ("DYNAMICTP_API_KEY", "OPENAI_API_KEY"))
+        return key or next(filter(None, variables), None), {}
     keys: dict[str, str] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         words = line.partition("#")[0].split()
         if words:
             keys.setdefault(words[1] if len(words) > 1 else "", words[0])
     default = keys.pop("", None)
-    return default or next(iter(keys.values()), None), keys
+    return key or default or next(iter(keys.values()), None), keys
 
 
 def _parse_change(text: str) -> tuple[float, str]:

@@ -9,13 +9,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from dynamictp.cli.admin import admin_options, headers_of
 from dynamictp.errors import DynamicTPError, LayoutRefused
 from dynamictp.layout import Layout, LayoutSpec, parse_layout
 
 WAIT_S = 75.0
 """The server answers within 60 s; the rest is for the way."""
-
-_url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="address of the server")
 
 
 @click.group()
@@ -24,10 +23,10 @@ def layout() -> None:
 
 
 @layout.command()
-@_url
-def show(url: str) -> None:
+@admin_options
+def show(url: str, key: str | None) -> None:
     """Print domains and devices as they are now."""
-    state = _call("GET", url)
+    state = _call("GET", url, key)
     console = Console()
     if not state["domains"]:
         console.print("the server is still loading its model")
@@ -64,20 +63,22 @@ def show(url: str) -> None:
 
 @layout.command("set")
 @click.argument("text", metavar="LAYOUT")
-@_url
+@admin_options
 @click.option("--wait", type=click.Choice(["none", "commit", "closed"]), default="closed", show_default=True)
 @click.option(
     "--drain-deadline-s", type=float, help="how long old requests may stay before they are handed over"
 )
 @click.option("--ramp", is_flag=True, help="move requests step by step, and back if that is worse")
-def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None, *, ramp: bool) -> None:
+def set_layout(
+    text: str, url: str, key: str | None, wait: str, drain_deadline_s: float | None, *, ramp: bool
+) -> None:
     """Switch to LAYOUT, such as tp2 or tp1+tp1, with all requests running on."""
     if not text.isprintable():
         raise LayoutRefused(f"{text!r} is no layout; expected one such as tp2 or tp1+tp1")
     body: dict[str, Any] = {"layout": text, "wait": wait, "ramp": ramp}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
-    switch = _call("PUT", url, body)["switch"]
+    switch = _call("PUT", url, key, body)["switch"]
     phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in switch.get("phases_ms", {}).items())
     click.echo(f"{switch['from']} -> {switch['to']}: {switch.get('outcome') or 'started'}")
     if phases:
@@ -89,10 +90,10 @@ def set_layout(text: str, url: str, wait: str, drain_deadline_s: float | None, *
 
 
 @layout.command()
-@_url
-def auto(url: str) -> None:
+@admin_options
+def auto(url: str, key: str | None) -> None:
     """Give the layout back to the planner (in dynamic mode)."""
-    _call("PUT", url, {"layout": "auto"})
+    _call("PUT", url, key, {"layout": "auto"})
 
 
 def _spec(text: str) -> LayoutSpec:
@@ -101,9 +102,10 @@ def _spec(text: str) -> LayoutSpec:
     return layout.spec if isinstance(layout, Layout) else layout
 
 
-def _call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _call(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    address = f"{url.rstrip('/')}/admin/layout"
     try:
-        response = httpx.request(method, f"{url.rstrip('/')}/admin/layout", json=body, timeout=WAIT_S)
+        response = httpx.request(method, address, json=body, headers=headers_of(key), timeout=WAIT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DynamicTPError(
             f"no answer from {url}: {error}; is the server running, and is --url right?"

@@ -16,6 +16,7 @@ from typing import Any
 import click
 import httpx
 
+from dynamictp.cli.admin import admin_options, headers_of
 from dynamictp.errors import DynamicTPError
 
 NONE_FREE = 75
@@ -31,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="address of the server")
+@admin_options
 @click.option("--devices", type=click.IntRange(1), default=1, show_default=True, help="devices to lease")
 @click.option(
     "--level",
@@ -58,7 +59,7 @@ _PR_SET_PDEATHSIG = 1
     "--wait", type=click.FloatRange(0, 600), default=0.0, show_default=True, help="seconds to wait for them"
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def lease(url: str, wait: float, command: tuple[str, ...], **given: Any) -> None:
+def lease(url: str, key: str | None, wait: float, command: tuple[str, ...], **given: Any) -> None:
     """Run COMMAND on the cores of leased devices, and on no others.
 
     When the server wants them back, COMMAND's process group gets SIGTERM, and SIGKILL after the grace. Exit
@@ -71,7 +72,7 @@ def lease(url: str, wait: float, command: tuple[str, ...], **given: Any) -> None
         "grace_s": given["grace"],
         "wait_s": wait,
     }
-    with httpx.Client(base_url=url.rstrip("/"), timeout=ANSWER_S) as http:
+    with httpx.Client(base_url=url.rstrip("/"), headers=headers_of(key), timeout=ANSWER_S) as http:
         granted = _ask(http, asked, url, wait)
         if granted is None:
             sys.exit(NONE_FREE)

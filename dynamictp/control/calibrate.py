@@ -20,7 +20,7 @@ _KEPT = 31
 _FIRST = 8
 """Samples of a kind before its ratio is used."""
 _STEP = 0.05
-"""Ratios in force are powers of e^0.05, and change when the median is more than 1.5 steps away."""
+"""Ratios in force are powers of e^0.05, and change when the median is more than 2 steps away."""
 _DECODE_SIZE, _PREFILL_SIZE = 16, 128
 """Tokens of a step up to which the decode ratio holds, and from which the prefill ratio does."""
 
@@ -96,7 +96,7 @@ def _updated(track: Track, logs: Sequence[float], limit: float) -> Track:
     middle = median(recent)
     clamped = min(max(middle, -limit), limit)
     steps = track.steps
-    if steps is None or abs(clamped - steps * _STEP) > 1.5 * _STEP:
+    if steps is None or abs(clamped - steps * _STEP) > 2 * _STEP:
         steps = round(clamped / _STEP)
     return Track(track.tp, track.phase, recent, steps, pegged=clamped != middle)
 

@@ -6,7 +6,7 @@ Two stages: how many devices the demand needs, then which of the shapes on as ma
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -167,26 +167,28 @@ def shrink_allowed(s: Scene) -> bool:
         return False
     if s.table.load(s.snapshot.layout, s.demand.slow) >= s.config.shrink_load:
         return False
-    return smaller(s, s.demand.growth) is not None
+    return any(_smaller(s, s.demand.growth))
 
 
 def smaller(s: Scene, peak: float) -> Entry | None:
     """The fewest devices, below those in use, that would carry the slow demand under `shrink_load`, N/(N−1)
     included, and would not have had to grow at `peak`."""
-    observed, config = s.observed, s.config
-    load = s.table.load(observed.layout, s.demand.slow)
-    enough = [
-        entry
-        for entry in s.candidates
-        if entry.devices < observed.devices
-        and load * observed.devices / entry.devices <= config.shrink_load
-        and s.table.load(entry.layout, s.demand.slow) <= config.shrink_load
-        and s.table.load(entry.layout, peak) <= config.target_utilisation
-    ]
-    if not enough:
-        return None
-    devices = min(entry.devices for entry in enough)
-    return _best(s, [entry for entry in enough if entry.devices == devices])
+    enough = list(_smaller(s, peak))
+    devices = min((entry.devices for entry in enough), default=0)
+    return _best(s, [entry for entry in enough if entry.devices == devices]) if enough else None
+
+
+def _smaller(s: Scene, peak: float) -> Iterator[Entry]:
+    observed, config, table = s.observed, s.config, s.table
+    load = table.load(observed.layout, s.demand.slow)
+    for entry in s.candidates:
+        if (
+            entry.devices < observed.devices
+            and load * observed.devices / entry.devices <= config.shrink_load
+            and table.load(entry.layout, s.demand.slow) <= config.shrink_load
+            and table.load(entry.layout, peak) <= config.target_utilisation
+        ):
+            yield entry
 
 
 def better_shape(s: Scene) -> Wish | None:

@@ -15,17 +15,23 @@ from dynamictp.errors import ConfigError
 
 Objective = Literal["efficiency", "latency", "throughput"]
 FIXED = {"reload": False}
+MIN_TTFT_S = 1e-3
+MIN_TPOT_MS = 1e-3
+"""Latencies are divided by their targets, so one next to 0 would overflow."""
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Service level objective of a request."""
 
-    ttft_p99_s: Annotated[float, Meta(gt=0, le=3600, description="Target of the time to first token.")] = 2.0
+    ttft_p99_s: Annotated[
+        float, Meta(ge=MIN_TTFT_S, le=3600, description="Target of the time to first token.")
+    ] = 2.0
     ttft_per_token_ms: Annotated[
         float, Meta(ge=0, le=1000, description="Added to the TTFT target for every prompt token.")
     ] = 0.0
     tpot_p99_ms: Annotated[
-        float, Meta(gt=0, le=60_000, description="Target of a request's mean time per output token.")
+        float,
+        Meta(ge=MIN_TPOT_MS, le=60_000, description="Target of a request's mean time per output token."),
     ] = 100.0
 
     def ttft_target_s(self, prompt_tokens: float) -> float:
@@ -39,9 +45,9 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class SloOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Targets that differ for one class or tenant; None: as everyone's."""
 
-    ttft_p99_s: Annotated[float, Meta(gt=0, le=3600)] | None = None
+    ttft_p99_s: Annotated[float, Meta(ge=MIN_TTFT_S, le=3600)] | None = None
     ttft_per_token_ms: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    tpot_p99_ms: Annotated[float, Meta(gt=0, le=60_000)] | None = None
+    tpot_p99_ms: Annotated[float, Meta(ge=MIN_TPOT_MS, le=60_000)] | None = None
 
     def over(self, slo: Slo) -> Slo:
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}

@@ -120,8 +120,9 @@ def _sustained_shrink(s: Scene, state: PlannerState, cost: CostBook) -> tuple[Wi
     state = msgspec.structs.replace(state, shrink=held)
     del cost  # the price of giving devices back is the sustained condition
     needed_s = s.config.shrink_after_s * 2**state.shrink_backoff
-    target = choice.smaller(s, peak)
-    if target is None or held.decisions < s.config.consecutive or now - since < needed_s:
+    due = held.decisions >= s.config.consecutive and now - since >= needed_s
+    target = choice.smaller(s, peak) if due else None
+    if target is None:
         return Wish(s.snapshot.layout, Reason.SUSTAIN), state
     return Wish(target.layout, Reason.SHRINK), state
 

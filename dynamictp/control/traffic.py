@@ -21,7 +21,9 @@ _MOST_DISPERSION = 4.0
 _MOST_TREND = 1.25
 """A trend never forecasts more than this times what is arriving now: a step is no ramp."""
 _LENGTH_STEP = 0.2
-"""Lengths of a profile are powers of e^0.2; it is replaced when one is more than 0.75 steps off."""
+"""Lengths of a profile are powers of e^0.2."""
+_MEAN_STEPS, _P90_STEPS = 1.0, 1.75
+"""It is replaced when a length is more than so many steps off: quantiles of few requests scatter more."""
 _MANY_OUTPUTS = 50
 _LENGTH_WEIGHT = 0.3
 """Weight of new lengths beside that of new arrivals: lengths scatter more than they change."""
@@ -252,8 +254,11 @@ def _profile(old: Profile | None, lengths: LengthAverages, config: ControlConfig
     hits = min(max(lengths.hit_share, 0.0), 0.95)
     if old is not None and abs(hits - old.hit_share) < 0.075:
         before = (old.prompt_mean, old.prompt_p90, old.output_mean, old.output_p90)
-        moved = max(abs(math.log(a / b)) for a, b in zip(fresh, before, strict=True))
-        if moved <= 0.75 * _LENGTH_STEP:
+        bounds = (_MEAN_STEPS, _P90_STEPS, _MEAN_STEPS, _P90_STEPS)
+        if all(
+            abs(math.log(new / known)) <= steps * _LENGTH_STEP
+            for new, known, steps in zip(fresh, before, bounds, strict=True)
+        ):
             return old
     prompt, prompt_p90, output, output_p90 = map(_rounded, fresh)
     return Profile(prompt, prompt_p90, output, output_p90, round(20 * hits) / 20)

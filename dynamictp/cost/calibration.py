@@ -46,6 +46,20 @@ class Correction(msgspec.Struct, frozen=True):
     pegged: bool
 
 
+class Curve(msgspec.Struct, frozen=True):
+    """Corrections of one operation and degree: (size, ratio), by rising size."""
+
+    points: tuple[tuple[int, float], ...]
+    inherited: bool
+
+    def at(self, size: float) -> Correction:
+        """Interpolated in the logarithm of the size, clamped."""
+        ratio = _interpolated(self.points, max(size, 1.0))
+        clamped = min(max(ratio, 1 / CLAMP), CLAMP)
+        spread = INHERITED_SPREAD if self.inherited else MEASURED_SPREAD
+        return Correction(clamped, spread, self.inherited, clamped != ratio)
+
+
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Corrections for one model on one kind of device. `source` says when and how they were measured."""
 
@@ -59,19 +73,19 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: float = 0.0
     version: int = 1
 
-    def correction(self, op: Op, tp: int, size: float) -> Correction | None:
-        """Ratio for a step, interpolated in the logarithm of the size; None without points of that kind."""
+    def curve(self, op: Op, tp: int) -> Curve | None:
+        """Ratios of the nearest measured degree over sizes; None without points of that kind."""
         known = [point for point in self.points if point.op == op]
         if not known:
             return None
         degree = min({point.tp for point in known}, key=lambda other: abs(math.log(other / tp)))
-        curve = sorted((point.size, point.ratio) for point in known if point.tp == degree)
-        ratio = _interpolated(curve, max(size, 1.0))
-        clamped = min(max(ratio, 1 / CLAMP), CLAMP)
-        inherited = degree != tp
-        return Correction(
-            clamped, INHERITED_SPREAD if inherited else MEASURED_SPREAD, inherited, clamped != ratio
-        )
+        points = sorted((point.size, point.ratio) for point in known if point.tp == degree)
+        return Curve(tuple(points), inherited=degree != tp)
+
+    def correction(self, op: Op, tp: int, size: float) -> Correction | None:
+        """Ratio for a step, interpolated in the logarithm of the size; None without points of that kind."""
+        curve = self.curve(op, tp)
+        return None if curve is None else curve.at(size)
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import math
 
 import msgspec
 
-from dynamictp.cost.calibration import Calibration, Op
+from dynamictp.cost.calibration import Calibration, Curve, Op
 from dynamictp.cost.collectives import (
     COLLECTIVES_PER_LAYER,
     EXCHANGES_PER_LAYER,
@@ -25,6 +25,8 @@ from dynamictp.cost.figures import Corner
 from dynamictp.cost.hardware import Assumptions, DeviceFacts, LinkFacts
 from dynamictp.cost.shape import ModelShape
 from dynamictp.cost.shares import share
+
+_OPS: tuple[Op, ...] = ("base", "attention", "prompt_attention")
 
 
 class Domain(msgspec.Struct, frozen=True):
@@ -81,7 +83,9 @@ class StepModel:
         # A calibrated model is not at the mercy of its assumptions: only the measurement's spread counts.
         calibrated = domain.calibration is not None and corner is not Corner.IDEAL
         self._inner = Corner.EXPECTED if calibrated else corner
-        self._calibration = domain.calibration if calibrated else None
+        self._curves: dict[Op, Curve | None] = {}
+        if calibrated and domain.calibration is not None:
+            self._curves = {op: domain.calibration.curve(op, domain.tp) for op in _OPS}
         assumed, device, shape = domain.assumptions, domain.device, domain.shape
         bandwidth = device.bandwidth.at(self._inner)
         if device.shared_bandwidth is not None:
@@ -153,11 +157,10 @@ class StepModel:
         return total
 
     def _factor(self, op: Op, size: float) -> float:
-        if self._calibration is None:
+        curve = self._curves.get(op)
+        if curve is None:
             return 1.0
-        found = self._calibration.correction(op, self.domain.tp, size)
-        if found is None:
-            return 1.0
+        found = curve.at(size)
         sign = {Corner.FAST: -1.0, Corner.SLOW: 1.0}.get(self.corner, 0.0)
         return found.ratio * (1 + sign * found.spread)
 

@@ -87,9 +87,9 @@ class Admission:
                     return
                 skipped += 1
                 continue
-            waiting.remove(request)
             self._bind(request, domain, hits)
             request.admitted_s = request.admitted_s or now
+            waiting.take(request)
             backlog[domain] += len(request.tokens) - request.planned
 
     def handover(self, request: Request) -> Domain | None:

@@ -78,6 +78,14 @@ class BlockPool:
         for block in self._cache.discard_trials():
             self._pages.free(block.pages)
 
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """Take the blocks of a sequence out of the cache, the last one first, as far as no other sequence's
+        blocks in it follow them."""
+        for block in reversed(blocks):
+            if block.key is not None and (block.children or not block.refs):
+                return
+            self._cache.forget(block)
+
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one reference to each block of a sequence, the last one first."""
         for block in reversed(blocks):

@@ -21,6 +21,7 @@ from dynamictp.engine.turns import Turns
 from dynamictp.engine.watch import HELLO_AGAIN_S, HELLO_S, LOOK_S, Watch
 from dynamictp.errors import ConfigError, LayoutRefused, ProtocolError
 from dynamictp.messages import (
+    NO_TOKEN,
     Body,
     CancelRequest,
     CancelSwitch,
@@ -75,7 +76,7 @@ class EngineCore:
         self._admission = Admission(
             self.pool, arena.page_tokens, start.max_batched_tokens, self._times, self._live
         )
-        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover)
+        self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover, clock)
         self._turns = Turns()
         self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
         control = control or NullControlWords()
@@ -225,12 +226,13 @@ class EngineCore:
             max_model_len=self.max_model_len,
             step_engine_us=self._cost.median_us,
             steps=self._ledger.totals,
+            times=self._times,
             queue=self._queue(),
             measures=measures,
         )
 
     def _queue(self) -> Waiting:
-        waiting = list(self.book.waiting)
+        waiting = self.book.waiting.unordered()
         if not waiting:
             return Waiting()
         size = self.start.arena.page_tokens
@@ -263,7 +265,7 @@ class EngineCore:
         self.pool.check_integrity(self.fleet.held_blocks())
         placed = [r for d in self.fleet.domains.values() for r in (*d.running, *d.leaving)]
         bound = {r for r in placed if r.detach is None or not r.detach.ends}
-        waiting = list(self.book.waiting)
+        waiting = list(self.book.waiting.unordered())
         if len(waiting) + len(bound) != len(self.book.live):
             raise RuntimeError(
                 f"{len(self.book.live)} live requests, {len(waiting)} wait, {len(bound)} have a domain"
@@ -304,6 +306,10 @@ class EngineCore:
         began = thread_time()
         domain = self.fleet.domains.get(result.epoch)
         if domain is None or domain.state not in {"serving", "draining"}:
+            return
+        if self.layouts.on_trial(domain) and any(token.token == NO_TOKEN for token in result.tokens):
+            # Its requests are computed again where they were before: a poison one then ends alone.
+            self._fail(domain, "numbers that are not finite")
             return
         try:
             record = self.book.complete(domain, result)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dynamictp.clock import Clock
 from dynamictp.engine.domain import Domain, PlanRecord
+from dynamictp.engine.drains import Drains
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.placing import Targets, keepable, missing, surplus
 from dynamictp.engine.probe import Prober
@@ -68,7 +69,7 @@ class LayoutManager:
         self.started = False
         """Some layout serves, or has."""
         self._current: Switch | None = None
-        self._drains: list[Switch] = []
+        self._drains = Drains(fleet, book, self._report)
         self._committed: list[Switch] = []
         """Switches whose commit this turn is to report."""
         self._statuses: OrderedDict[str, SwitchStatus] = OrderedDict()
@@ -178,6 +179,10 @@ class LayoutManager:
 
     # ------------------------------------------------------------ sides of a ramp
 
+    def on_trial(self, domain: Domain) -> bool:
+        """What the domain computes is not trusted yet."""
+        return self._ramp is not None and self._ramp.tries(domain)
+
     @property
     def _ramp(self) -> Ramp | None:
         return self._current.ramp if self._current is not None else None
@@ -200,7 +205,8 @@ class LayoutManager:
             self._rebuild(now)
         if self._current is not None:
             self._advance(self._current, now)
-        self._drain(now)
+        revived = self._current.reviving if self._current is not None else []
+        self._drains.advance(now, revived)
 
     def report_commits(self) -> None:
         """Call after planning: a commit lasts until the first plans under the new routing are made (or none
@@ -211,11 +217,12 @@ class LayoutManager:
             switch.outcome = "committed"
             self._report(switch)
             switch.phase = "drain"
-            self._drains.append(switch)
+            self._drains.add(switch)
         self._committed.clear()
 
     def next_deadline(self) -> float | None:
-        deadlines = [d.drain_deadline_s for d in self._draining() if d.running]
+        revived = self._current.reviving if self._current is not None else []
+        deadlines = self._drains.deadlines(revived)
         if (
             self._current is None
             and self._clock.now() < self._rebuild_at
@@ -318,61 +325,18 @@ class LayoutManager:
             domain.become("serving")
             for request in tuple(domain.leaving):
                 self._book.stay(request)
-            for earlier in (*self._drains, *self._committed):
-                if domain in earlier.retiring:
-                    earlier.retired(domain)
+            self._drains.revived(domain, self._committed)
 
     def _commit(self, switch: Switch, now: float) -> None:
         if switch.phase != "ramp":
             self._serve(switch)
         switch.phase = "commit"
         switch.retiring = surplus(self._fleet, switch.target)
-        self._retire(switch.retiring, now + switch.drain_deadline_s)
+        self._drains.retire(switch.retiring, now + switch.drain_deadline_s)
         self.observed = switch.target
         self.started = True
         self._current = None
         self._committed.append(switch)
-
-    def _retire(self, domains: list[Domain], deadline_s: float) -> None:
-        for domain in domains:
-            domain.become("draining")
-            domain.drain_deadline_s = deadline_s
-            domain.handovers = domain.recomputes = 0
-
-    def _drain(self, now: float) -> None:
-        for domain in self._draining():
-            if now >= domain.drain_deadline_s:
-                for request in tuple(domain.running):
-                    self._book.detach(request, Detach.HANDOVER)
-            if domain.empty:
-                domain.retired_s = now
-                self._fleet.close(domain)
-        for switch in tuple(self._drains):
-            self._advance_drain(switch, now)
-
-    def _draining(self) -> list[Domain]:
-        """Domains that drain and are not about to be revived."""
-        revived = self._current.reviving if self._current is not None else []
-        return [d for d in self._fleet.live() if d.state == "draining" and d not in revived]
-
-    def _advance_drain(self, switch: Switch, now: float) -> None:
-        for domain in tuple(switch.retiring):
-            if domain.epoch not in self._fleet.domains:
-                switch.retired(domain)
-        if switch.phase == "rollback":
-            if not switch.retiring:
-                switch.finish_phase("rollback", now)
-                self._drains.remove(switch)
-                self._report(switch)
-            return
-        if switch.phase == "drain" and all(domain.state != "draining" for domain in switch.retiring):
-            switch.finish_phase("drain", now)
-            switch.phase = "close"
-        if switch.phase == "close" and not switch.retiring:
-            switch.finish_phase("close", now)
-            switch.outcome = "closed"
-            self._drains.remove(switch)
-            self._report(switch)
 
     def _rebuild(self, now: float) -> None:
         """Open what the observed layout misses: at the start once all workers are there, later whatever has
@@ -405,12 +369,12 @@ class LayoutManager:
         if outcome == "failed":
             switch.outcome = "rolled_back"
         switch.retiring = [d for d in (*switch.opening, *switch.reviving) if d.state == "serving"]
-        self._retire(switch.retiring, now)
+        self._drains.retire(switch.retiring, now)
         for domain in switch.retiring if distrust else ():
             for request in tuple(domain.running):
                 self._book.detach(request, Detach.RECOMPUTE)
         self._current = None
-        self._drains.append(switch)
+        self._drains.add(switch)
         self._report(switch)
 
     def _abandon(self, switch: Switch, outcome: Outcome, error: str | None) -> None:

@@ -138,6 +138,16 @@ class PrefixCache:
             return block
         return None
 
+    def forget(self, block: Block) -> None:
+        """Make a referenced block without children unfindable; nothing happens to one that is not cached."""
+        if block.key is None:
+            return
+        del self._blocks[block.key]
+        block.key = None
+        parent, block.parent = block.parent, None
+        if parent is not None:
+            parent.children -= 1
+
     def blocks(self) -> Iterable[Block]:
         return self._blocks.values()
 

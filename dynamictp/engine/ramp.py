@@ -105,6 +105,10 @@ class Ramp:
 
     # ------------------------------------------------------------ watching
 
+    def tries(self, domain: Domain) -> bool:
+        """The domain is on trial."""
+        return domain in self._new
+
     def completed(self, domain: Domain, record: PlanRecord, result: StepResult) -> None:
         """A step of any domain is complete and its requests are dealt with."""
         expected = self._times.expected_ms(domain.tp, record.decode_rows, record.prefill_tokens)

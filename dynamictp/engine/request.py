@@ -57,10 +57,10 @@ class Request:
 
     __slots__ = (
         "admitted_s", "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at",
-        "crashes", "deadline_s", "detach", "domain", "entered", "finished", "handovers", "id", "in_flight",
-        "keys", "limit", "model", "pending", "planned", "priority", "prompt_len", "prompts_from",
-        "recomputes", "resumed", "row", "sampling", "sent_blocks", "served", "shadow", "stop_ids", "tokens",
-        "tp_max", "tp_min",
+        "crashes", "deadline_s", "detach", "domain", "entered", "finished", "group", "handovers", "id",
+        "in_flight", "keys", "limit", "model", "pending", "planned", "priority", "prompt_len",
+        "prompts_from", "recomputes", "resumed", "row", "sampling", "sent_blocks", "served", "shadow",
+        "stop_ids", "tenant", "tokens", "tp_max", "tp_min",
     )  # fmt: skip
 
     def __init__(self, message: SubmitRequest, age: int, max_len: int) -> None:
@@ -76,6 +76,7 @@ class Request:
         self.limit = min(message.prompt_len + message.sampling.max_tokens, max_len)
         """Length in tokens at which the request ends."""
         self.model = message.model
+        self.tenant, self.group = message.tenant, message.group or message.request_id
         self.priority = message.priority
         self.arrival_s = message.arrival_s
         self.admitted_s = 0.0

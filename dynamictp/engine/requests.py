@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Literal
 
+from dynamictp.clock import Clock
 from dynamictp.engine.blocks import BlockPool
 from dynamictp.engine.domain import Domain, PlanRecord, RowWork
 from dynamictp.engine.pages import Block
@@ -13,6 +14,7 @@ from dynamictp.engine.request import Detach, Request, Shadow
 from dynamictp.engine.waiting import WaitingQueue
 from dynamictp.errors import ProtocolError
 from dynamictp.messages import (
+    NO_TOKEN,
     CancelRequest,
     Outputs,
     PromptLogprobs,
@@ -25,7 +27,7 @@ from dynamictp.messages import (
     TokenEvent,
 )
 
-EndReason = Literal["stop", "length", "cancelled", "error"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 MAX_CRASHES = 3
 """A request that ran in so many failed domains without getting on ends with an error. In the last one it ran
 alone (`Request.suspect`), so it is the cause, or very unlucky."""
@@ -38,10 +40,15 @@ class RequestBook:
     """
 
     def __init__(
-        self, pool: BlockPool, page_tokens: int, max_len: int, handover: Callable[[Request], Domain | None]
+        self,
+        pool: BlockPool,
+        page_tokens: int,
+        max_len: int,
+        handover: Callable[[Request], Domain | None],
+        clock: Clock,
     ) -> None:
         self.live: dict[str, Request] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(clock)
         self.preemptions = 0
         self.max_len = max_len
         self.pool = pool
@@ -98,7 +105,7 @@ class RequestBook:
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if self.live.get(request.id) is request:
-                self.end(request, "error", "the request's deadline has passed")
+                self.end(request, "deadline")
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self.live.get(self._deadlines[0][2].id) is not self._deadlines[0][2]:
@@ -162,8 +169,12 @@ class RequestBook:
             self._settle(request, request.domain)
 
     def _sampled(self, request: Request, token: RowToken) -> None:
+        if token.token == NO_TOKEN:
+            self._fail_alone(request)
+            return
         position = len(request.tokens) - request.prompt_len
         request.tokens.append(token.token)
+        self.waiting.charge(request.tenant)
         served = request.served
         assert served is not None
         if request.shadow is not None:
@@ -180,6 +191,13 @@ class RequestBook:
             self._finish(request, "stop")
         elif len(request.tokens) >= request.limit:
             self._finish(request, "length")
+
+    def _fail_alone(self, request: Request) -> None:
+        """Its own numbers are not finite: nobody else's are touched, and nobody finds its blocks."""
+        self.pool.forget(request.blocks)
+        request.entered = len(request.blocks)
+        self._end(request, "error", "the model's output for this request is not finite (NaN or infinite)")
+        self.detach(request, Detach.FINISH)
 
     def _prompt_logprobs(self, request: Request, prompt: RowPromptLogprobs) -> None:
         entries = prompt.entries[max(0, request.prompts_from - prompt.start) :]

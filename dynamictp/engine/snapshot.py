@@ -10,6 +10,7 @@ from dynamictp.engine.blocks import BlockPool
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.requests import RequestBook
+from dynamictp.engine.steptime import StepTimes
 from dynamictp.layout import Layout
 from dynamictp.messages import (
     DeviceStatus,
@@ -129,6 +130,7 @@ def make_snapshot(
     max_model_len: int,
     step_engine_us: float,
     steps: tuple[StepTotals, ...],
+    times: StepTimes,
     queue: Waiting,
     measures: tuple[StepMeasure, ...],
 ) -> Snapshot:
@@ -136,6 +138,7 @@ def make_snapshot(
     pool = book.pool
     statuses = tuple(domain.status(start.model, pool.heads) for domain in fleet.domains.values())
     running = sum(status.running for status in statuses)
+    serving = [domain for domain in fleet.domains.values() if domain.state == "serving"]
     return Snapshot(
         time_s,
         str(layout.spec),
@@ -155,10 +158,23 @@ def make_snapshot(
         max_model_len=max_model_len,
         step_engine_us=step_engine_us,
         steps=steps,
+        rows_total=sum(_rows(domain) for domain in serving),
+        prefill_tokens_per_s=sum(
+            times.prefill_rate(d.tp, len(d.running), start.max_step_ms, start.arena.page_tokens)
+            for d in serving
+        ),
         placed=str(layout),
         queue=queue,
         measures=measures,
     )
+
+
+def _rows(domain: Domain) -> int:
+    """Requests as large as those that run now which the domain can run at once."""
+    running = len(domain.running)
+    if not running:
+        return domain.max_rows
+    return max(running, min(domain.max_rows, domain.quota * running // max(1, len(domain.blocks))))
 
 
 def _device(

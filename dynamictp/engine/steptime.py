@@ -60,6 +60,14 @@ class StepTimes:
         left = limit_ms - self.decode_ms(tp, rows)
         return max(0, int(left / max(1e-6, self.prefill_ms(tp, 1))))
 
+    def prefill_rate(self, tp: int, rows: int, step_ms: float, least_tokens: int) -> float:
+        """Prompt tokens per second while `rows` rows decode: what fits steps of `step_ms` beside them, but
+        never less than `least_tokens` a step."""
+        if not rows:
+            return 1e3 / max(1e-6, self.prefill_ms(tp, 1))
+        tokens = max(least_tokens, self.prefill_tokens(tp, rows, step_ms))
+        return tokens * 1e3 / max(1e-6, self.step_ms(tp, rows, tokens))
+
     def expected_ms(self, tp: int, rows: int, prefill_tokens: int) -> float | None:
         """`step_ms`, for an untried degree taken from the nearest measured one: at worst the time grows as
         the devices get fewer, and it does not shrink as they get more. None when nothing is measured."""

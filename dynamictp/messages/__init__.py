@@ -49,6 +49,7 @@ from dynamictp.messages.values import (
     unpack_tokens,
 )
 from dynamictp.messages.work import (
+    NO_TOKEN,
     CloseDomain,
     CommHandle,
     DomainBroken,
@@ -67,6 +68,7 @@ from dynamictp.messages.work import (
 )
 
 __all__ = [
+    "NO_TOKEN",
     "PROTOCOL_VERSION",
     "ArenaFacts",
     "Body",

@@ -21,7 +21,8 @@ class SubmitRequest(Message, frozen=True):
     """A request, or a live one again after an engine restart (then with a higher `attempt`).
 
     `tokens` holds the prompt and the tokens emitted so far; `prompt_len` is the boundary. `salt` is the
-    tenant's addition to prefix hashes. `deadline_s` is absolute.
+    tenant's addition to prefix hashes. `deadline_s` is absolute. `group` is the HTTP request that it is part
+    of: within a tenant the prompts of a list take turns with other requests.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class SubmitRequest(Message, frozen=True):
     request_class: str = ""
     deadline_s: float | None = None
     salt: str = ""
+    group: str = ""
 
 
 class CancelRequest(Message, frozen=True):
@@ -106,7 +108,7 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     attempt: int
-    reason: Literal["stop", "length", "cancelled", "error"]
+    reason: Literal["stop", "length", "cancelled", "deadline", "error"]
     tokens: int
     cached_tokens: int = 0
     error: str | None = None
@@ -232,6 +234,10 @@ class Snapshot(Message, frozen=True):
     queue: Waiting = Waiting()
     measures: tuple[StepMeasure, ...] = ()
     """A few of each degree and phase since the snapshot before."""
+    rows_total: int = 0
+    """Requests as large as those now running that can run at once: bounded by rows and by pages."""
+    prefill_tokens_per_s: float = 0.0
+    """Predicted, beside the rows that decode now; 0 while no domain serves."""
 
 
 class WorkerLost(Message, frozen=True):

@@ -118,8 +118,12 @@ class DomainClosed(Message, frozen=True):
     rank: int
 
 
+NO_TOKEN = -1
+"""In place of a token: the row's logits are not finite, so its request can't go on."""
+
+
 class RowToken(msgspec.Struct, frozen=True, array_like=True):
-    """A sampled token: its sequence index, and log-probabilities if the request wants them."""
+    """A sampled token or `NO_TOKEN`: its sequence index, and log-probabilities if the request wants them."""
 
     row: int
     index: int

@@ -172,6 +172,11 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
+    if config.get("auto_map"):
+        raise ModelRefused(
+            f"{where}: the model brings its own code (auto_map), which is never run here (there is no "
+            "trust_remote_code); use a checkpoint of a supported architecture without it"
+        )
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization

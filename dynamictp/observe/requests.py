@@ -30,6 +30,7 @@ OTHER = "other"
 NO_TENANT = "default"
 CLASSES = ("short", "long")
 LONG_PROMPT_TOKENS = 512
+"""From here on a prompt is of the class `long`: it takes steps of its own."""
 
 FAILURES = ("error", "unavailable", "deadline", "slow_client", "cancelled")
 _BY_STATUS = {503: "unavailable", 504: "deadline", 408: "slow_client"}

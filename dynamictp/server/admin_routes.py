@@ -12,7 +12,7 @@ from starlette.routing import Route
 from dynamictp.errors import BadRequest
 from dynamictp.layout import legal_specs
 from dynamictp.messages import DeviceStatus, DomainStatus, SwitchStatus
-from dynamictp.server.answers import envelope, json_response, read_body
+from dynamictp.server.answers import envelope, json_response
 from dynamictp.server.fields import Fields, parse_object
 from dynamictp.server.metrics import CONTENT_TYPE
 from dynamictp.server.service import DeviceInfo, Service
@@ -53,13 +53,17 @@ class AdminRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/metrics", self.metrics, methods=["GET"]),
+            *self.public(),
             Route("/admin/layout", self.layout, methods=["GET"]),
             Route("/admin/layout", self.set_layout, methods=["PUT"]),
             Route("/admin/switches", self.switches, methods=["GET"]),
             Route("/admin/switches/{id}", self.switch, methods=["GET"]),
             Route("/admin/switches/{id}", self.cancel_switch, methods=["DELETE"]),
         ]
+
+    def public(self) -> list[Route]:
+        """What `--public-metrics` shows on a port without the rest."""
+        return [Route("/metrics", self.metrics, methods=["GET"])]
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -100,12 +104,12 @@ class AdminRoutes:
 
     async def set_layout(self, request: Request) -> Response:
         service, board = self._service, self._service.switches
-        fields = Fields(parse_object(await read_body(request, service.body_limit_bytes)))
-        wanted = parse_set_layout(fields)
+        async with service.bodies.reading(request) as body:
+            wanted = parse_set_layout(Fields(parse_object(body)))
         if wanted.layout.strip() == "auto":
             return self._unpin()
         layout = check_layout(wanted.layout, self._degrees(), service.devices, service.model)
-        service.client.check_room(0)
+        service.client.check_open()
         await service.desk.recall(layout, service.switch_wait_s)
         status = board.start(
             layout,

@@ -25,13 +25,6 @@ from dynamictp.server.schema import to_json
 log = logging.getLogger(__name__)
 
 
-class BodyTooLarge(RequestError):
-    """The body is beyond the server's limit."""
-
-    status = 413
-    kind = "request_too_large"
-
-
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(to_json(value), status, headers, media_type="application/json")
 
@@ -57,7 +50,9 @@ def error_response(error: Exception) -> Response:
             return json_response(body, error.status)
         case RequestError():
             # Unread body: the connection can't carry another request.
-            headers = {"connection": "close"} if error.status == 413 else None
+            headers = {"connection": "close"} if error.status in (408, 413) else None
+            if error.status == 401:
+                headers = {"www-authenticate": "Bearer"}
             body = envelope(error.message, error.kind, param=error.param, code=error.code)
             return json_response(body, error.status, headers)
         case SwitchConflict() | LeaseConflict():
@@ -65,13 +60,11 @@ def error_response(error: Exception) -> Response:
         case CapacityError():
             kind = "rate_limit_error" if error.status == 429 else "service_unavailable"
             headers = {"retry-after": str(math.ceil(error.retry_after_s))}
-            return json_response(envelope(error.message, kind, code="capacity"), error.status, headers)
+            return json_response(envelope(error.message, kind, code=error.code), error.status, headers)
         case GenerationFailed():
             kind = "service_unavailable" if error.status == 503 else "server_error"
             headers = {"retry-after": "1"} if error.status == 503 else None
-            return json_response(
-                envelope(error.message, kind, code="generation_failed"), error.status, headers
-            )
+            return json_response(envelope(error.message, kind, code=error.code), error.status, headers)
         case _:
             return _framework_error(error)
 
@@ -112,22 +105,3 @@ def _framework_error(error: Exception) -> Response:
 async def on_error(request: Request, error: Exception) -> Response:
     """The application's only exception handler."""
     return error_response(error)
-
-
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The request's body. Raises `BodyTooLarge`, before reading it when its length is declared."""
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isascii() and declared.isdigit() else 0
-    parts: list[bytes] = []
-    total = 0
-    if size <= limit_bytes:
-        async for part in request.stream():
-            total += len(part)
-            if total > limit_bytes:
-                break
-            parts.append(part)
-        else:
-            return b"".join(parts)
-    raise BodyTooLarge(
-        f"the body is larger than {limit_bytes} bytes, the most this server reads", code="body_too_large"
-    )

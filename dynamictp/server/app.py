@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dynamictp
 from dynamictp.errors import CapacityError, DynamicTPError
+from dynamictp.server.access import Access, Gate
 from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
 from dynamictp.server.control_routes import ControlRoutes
@@ -27,9 +28,11 @@ from dynamictp.server.service import Service
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def create_app(service: Service, *, api: bool = True, admin: bool = True) -> FastAPI:
+def create_app(
+    service: Service, *, api: bool = True, admin: bool = True, access: Access | None = None
+) -> FastAPI:
     """The application of one server. Without `api` or `admin` those routes do not exist: an admin port of
-    its own serves `api=False`.
+    its own serves `api=False`. Without `access` nobody is asked for a key or a name.
     """
 
     async def health(request: Request) -> Response:
@@ -58,6 +61,7 @@ def create_app(service: Service, *, api: bool = True, admin: bool = True) -> Fas
         *(OpenAIRoutes(service).routes() if api else ()),
         *((*AdminRoutes(service).routes(), *ControlRoutes(service).routes()) if admin else ()),
         *(ObserveRoutes(service).routes() if admin else ()),
+        *(AdminRoutes(service).public() if access and access.public_metrics and not admin else ()),
     ]
     app = FastAPI(
         title="DynamicTP",
@@ -71,6 +75,8 @@ def create_app(service: Service, *, api: bool = True, admin: bool = True) -> Fas
     )
     for kind in (DynamicTPError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
+    if access is not None:
+        app.add_middleware(Gate, access=access)
     app.add_middleware(RequestIds)
     return app
 

@@ -14,7 +14,7 @@ import msgspec
 
 from dynamictp.messages import PromptLogprobs, ServedBy, TokenEvent, TokenLogprobs
 from dynamictp.model.tokenizer import IncrementalDecoder, Tokenizer
-from dynamictp.server.engine_client import Ended, merge_served
+from dynamictp.server.live_request import Ended, SinkFull, merge_served
 from dynamictp.server.stop import StopScanner, StopSet
 
 FinishReason = Literal["stop", "length"]
@@ -61,13 +61,16 @@ class Choice:
         *,
         wake: Callable[[], None],
         wake_on_token: bool,
+        max_unread: int | None = None,
     ) -> None:
+        """`max_unread`: so many tokens may wait for `take`; None for any number."""
         self.request_id = request_id
         self._rules = rules
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=rules.skip_special_tokens)
         self._scanner = StopScanner(rules.stops, include=rules.include_stop)
         self._wake = wake
         self._wake_on_token = wake_on_token
+        self._max_unread = max_unread
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PlacedLogprobs] = []
@@ -86,6 +89,8 @@ class Choice:
 
     def on_token(self, event: TokenEvent) -> bool:
         self._note_served(event)
+        if self._max_unread is not None and len(self._token_ids) >= self._max_unread:
+            raise SinkFull(f"the client has not read the last {len(self._token_ids)} tokens")
         if self._rules.max_tokens == 0:
             return False
         self.completion_tokens += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from dynamictp.clock import Clock
@@ -54,6 +55,7 @@ class ControlPlane:
         self._state = PlannerState()
         self._acts = view.mode == "dynamic"
         self.reconciler = Reconciler(clock, self, board.new_id, bar_s=self.config.bar_s)
+        self._nudged = asyncio.Event()
         self.journal = journal
         self._journaled = self.config
         """The parameters that the journal's entries are decided with."""
@@ -74,7 +76,14 @@ class ControlPlane:
             except Exception:
                 log.exception("a decision failed")
             spent_s = self._clock.now() - began_s
-            await asyncio.sleep(max(0.0, self.config.interval_s - spent_s))
+            self._nudged.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self.config.interval_s - spent_s)):
+                    await self._nudged.wait()
+
+    def nudge(self) -> None:
+        """Something happened that a decision may wait for: make the next one now."""
+        self._nudged.set()
 
     async def tick(self) -> Decision | None:
         """One decision and what follows from it; None while there is no engine."""

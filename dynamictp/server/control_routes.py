@@ -13,7 +13,7 @@ from starlette.routing import Route
 from dynamictp.control.config import build_control
 from dynamictp.control.pool import Lease, Level
 from dynamictp.errors import BadRequest, ConfigError
-from dynamictp.server.answers import json_response, read_body
+from dynamictp.server.answers import json_response
 from dynamictp.server.control_plane import ControlPlane
 from dynamictp.server.fields import Fields, parse_object
 from dynamictp.server.service import Service
@@ -81,9 +81,9 @@ class ControlRoutes:
 
     async def lend(self, request: Request) -> Response:
         service = self._service
-        fields = Fields(parse_object(await read_body(request, service.body_limit_bytes)))
-        wanted = parse_lend(fields, service.devices)
-        service.client.check_room(0)
+        async with service.bodies.reading(request) as body:
+            wanted = parse_lend(Fields(parse_object(body)), service.devices)
+        service.client.check_open()
         lease = await service.desk.lease(
             wanted.devices,
             wanted.level,
@@ -146,7 +146,8 @@ class ControlRoutes:
     async def reload(self, request: Request) -> Response:
         """Replace some parameters; the others stay."""
         plane = self._plane()
-        given = parse_object(await read_body(request, self._service.body_limit_bytes))
+        async with self._service.bodies.reading(request) as body:
+            given = parse_object(body)
         values = msgspec.to_builtins(plane.config)
         if isinstance(given.get("slo"), dict):
             given = {**given, "slo": {**values["slo"], **given["slo"]}}

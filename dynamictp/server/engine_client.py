@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -26,17 +24,27 @@ from dynamictp.messages import (
     Queued,
     RequestEnd,
     SamplingParams,
-    ServedBy,
     Snapshot,
     SubmitRequest,
     SwitchStatus,
     TokenEvent,
     WorkerLost,
 )
-from dynamictp.observe.requests import Finished, failure_of
+from dynamictp.observe.requests import failure_of
 from dynamictp.observe.tracing import Tracer
+from dynamictp.server.admission import AdmissionControl, Waiting, class_of
 from dynamictp.server.engine_link import EngineLink
+from dynamictp.server.live_request import (
+    TOKEN_BYTES,
+    Ended,
+    LiveRequest,
+    Sink,
+    SinkFull,
+    finished,
+    merge_served,
+)
 from dynamictp.server.metrics import Metrics
+from dynamictp.server.sender import Sender
 from dynamictp.server.traffic import Traffic
 from dynamictp.transport import Link
 
@@ -48,49 +56,6 @@ CLOSED_RETRY_S = 10
 """When a client may try again that a stopping server refused: its successor may be up by then."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Why a request will get no more tokens. `status` is an HTTP status, for reason `error`."""
-
-    reason: Literal["stop", "length", "error"]
-    cached_tokens: int = 0
-    message: str = ""
-    status: int = 500
-
-
-class Sink(Protocol):
-    """Receives one request's output, in order, in the event loop's thread. Must not block or raise."""
-
-    def on_token(self, event: TokenEvent) -> bool:
-        """True when the request needs no further token: it is then cancelled in the engine."""
-        ...
-
-    def on_prompt_logprobs(self, part: PromptLogprobs) -> None: ...
-
-    def on_end(self, end: Ended) -> None: ...
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A request in the engine. `emitted` holds every output token the sink was given."""
-
-    request_id: str
-    prompt: bytes
-    prompt_len: int
-    sampling: SamplingParams
-    arrival_s: float
-    priority: int
-    sink: Sink
-    attempt: int = 1
-    emitted: array[int] = field(default_factory=lambda: array("I"))
-    past: ServedBy | None = None
-    """What earlier attempts went through."""
-    served: ServedBy | None = None
-    queued_s: float = 0.0
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-
-
 class EngineClient:
     """Owner of the live requests."""
 
@@ -99,14 +64,14 @@ class EngineClient:
         clock: Clock,
         metrics: Metrics,
         *,
-        max_live: int = 4096,
+        admission: AdmissionControl | None = None,
         on_switch: Callable[[SwitchStatus], None],
         on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
     ) -> None:
-        """`max_live` bounds the requests held at once; more are refused with a 429."""
+        """`admission` is told what waits and how fast it moves, and asked who is taken."""
         self._clock = clock
         self._metrics = metrics
-        self._max_live = max_live
+        self._admission = admission or AdmissionControl(clock)
         self._on_switch = on_switch
         self._on_worker_lost = on_worker_lost
         self._live: dict[str, LiveRequest] = {}
@@ -204,36 +169,41 @@ class EngineClient:
             self._idle.clear()
             await self._idle.wait()
 
-    def check_room(self, count: int) -> None:
-        """Raises `CapacityError` when `count` more requests can't be taken."""
+    def check_open(self) -> None:
+        """Raises `CapacityError` when nothing is taken at all."""
         if self.failure is not None:
             raise CapacityError(f"the engine has failed: {self.failure}", retry_after_s=10)
         if self._closed is not None:
             raise CapacityError(self._closed, retry_after_s=CLOSED_RETRY_S)
         if self.engine is None:
             raise CapacityError("the model is still loading; try again when /ready answers 200")
-        if len(self._live) + count > self._max_live:
-            raise CapacityError(
-                f"{len(self._live)} requests are waiting or running, the limit is {self._max_live}",
-                status=429,
-            )
+
+    def check_room(self, sender: Sender, prompts: Sequence[int]) -> float:
+        """The predicted time to the first token of an HTTP request with prompts of these lengths. Raises
+        `CapacityError` when it can't be taken.
+        """
+        self.check_open()
+        return self._admission.check(sender, prompts, snapshot=self.snapshot, live=len(self._live))
 
     def submit(
         self,
         request_id: str,
-        prompt: Sequence[int],
+        prompt: bytes,
         sampling: SamplingParams,
         sink: Sink,
         *,
-        arrival_s: float,
-        priority: int = 0,
+        sender: Sender,
+        group: str = "",
+        predicted_s: float | None = None,
     ) -> LiveRequest:
-        """Start a request. While the engine restarts it is held and sent by `resubmit_all`."""
-        live = LiveRequest(
-            request_id, array("I", prompt).tobytes(), len(prompt), sampling, arrival_s, priority, sink
-        )
+        """Start a request of the HTTP request `group`; `prompt` holds 32-bit token ids. While the engine
+        restarts it is held and sent by `resubmit_all`.
+        """
+        waiting = Waiting(sender, len(prompt) // TOKEN_BYTES, group or request_id, predicted_s)
+        live = LiveRequest(request_id, prompt, sampling, sender, waiting.group, sink, waiting)
         self._live[request_id] = live
         self._metrics.requests.on_arrival()
+        self._admission.backlog.add(waiting)
         if self.traffic is not None:
             self.traffic.arrived(live.prompt_len)
         self._send_request(live)
@@ -275,8 +245,13 @@ class EngineClient:
                 tokens=live.prompt + live.emitted.tobytes(),
                 prompt_len=live.prompt_len,
                 sampling=live.sampling,
-                arrival_s=live.arrival_s,
-                priority=live.priority,
+                arrival_s=live.sender.arrival_s,
+                tenant=live.sender.tenant,
+                priority=live.sender.priority,
+                request_class=class_of(live.prompt_len),
+                deadline_s=live.sender.deadline_s,
+                salt=live.sender.tenant,
+                group=live.group,
             )
         )
 
@@ -334,17 +309,26 @@ class EngineClient:
             return
         live.emitted.append(event.token)
         live.served = event.served
-        since = live.last_token_s if event.position else live.arrival_s
+        since = live.last_token_s if event.position else live.sender.arrival_s
         self._metrics.on_token(event.served.domain, now - since, first=event.position == 0)
         live.last_token_s = now
-        if not event.position:
-            live.first_token_s = now
-            self._metrics.requests.on_first_token(live.prompt_len, now - live.arrival_s)
-            if self.traffic is not None:
-                self.traffic.first_token(live.prompt_len, now - live.arrival_s)
+        if event.position:
+            self._admission.pace.next_token(now - since)
+        else:
+            self._first_token(live, now)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))
             self._forget(live, Ended("stop"))
+
+    def _first_token(self, live: LiveRequest, now: float) -> None:
+        live.first_token_s = now
+        sender = live.sender
+        self._metrics.requests.on_first_token(live.prompt_len, now - sender.arrival_s, sender.tenant)
+        if live.waiting is not None:
+            self._admission.pace.first_token(live.waiting, self._admission.backlog.tokens)
+            self._no_longer_waits(live)
+        if self.traffic is not None:
+            self.traffic.first_token(live.prompt_len, now - live.sender.arrival_s)
 
     def _on_end(self, end: RequestEnd) -> None:
         live = self._current(end)
@@ -353,6 +337,8 @@ class EngineClient:
         match end.reason:
             case "error":
                 ended = Ended("error", message=end.error or "the engine failed this request")
+            case "deadline":
+                ended = Ended("error", message="the request's deadline has passed", status=504)
             case "cancelled":
                 ended = Ended("error", message="the server is stopping", status=503)
             case reason if end.tokens > len(live.emitted):
@@ -371,55 +357,37 @@ class EngineClient:
         if ended.reason == "error":
             self._metrics.requests.on_failure(failure_of(ended.status))
             return
-        self._metrics.requests.on_finish(_finished(live, ended, self._clock.now()))
+        self._metrics.requests.on_finish(finished(live, ended, self._clock.now()))
+        self._admission.pace.finished(len(live.emitted))
         if self.traffic is not None:
             self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)
+        if live is not None:
+            self._no_longer_waits(live)
         if not self._live:
             self._idle.set()
         return live
+
+    def _no_longer_waits(self, live: LiveRequest) -> None:
+        if live.waiting is not None:
+            self._admission.backlog.remove(live.waiting)
+            live.waiting = None
 
     def _guarded(self, live: LiveRequest, call: Callable[[_M], bool | None], message: _M) -> bool:
         """One request's failing must not reach the others: it ends alone, with a 500."""
         try:
             return bool(call(message))
+        except SinkFull as error:
+            self._give_up(live, Ended("error", message=str(error), status=408))
         except Exception:
             log.exception("request %s: its output could not be handled", live.request_id)
-            if self._remove(live.request_id) is not None:
-                self.send(CancelRequest(live.request_id, live.attempt))
-                self._metrics.requests.on_failure("error")
-                live.sink.on_end(Ended("error", message="internal error while producing the output"))
-            return False
+            self._give_up(live, Ended("error", message="internal error while producing the output"))
+        return False
 
-
-def _finished(live: LiveRequest, ended: Ended, now: float) -> Finished:
-    served = merge_served(live.past, live.served)
-    return Finished(
-        reason=ended.reason,
-        arrival_s=live.arrival_s,
-        first_token_s=live.first_token_s,
-        last_token_s=live.last_token_s,
-        end_s=now,
-        prompt_tokens=live.prompt_len,
-        output_tokens=len(live.emitted),
-        tp=served.tp if served is not None else 0,
-        cached_tokens=ended.cached_tokens,
-        handovers=served.handovers if served is not None else 0,
-        recomputes=served.recomputes if served is not None else 0,
-    )
-
-
-def merge_served(past: ServedBy | None, served: ServedBy | None) -> ServedBy | None:
-    """What a request went through over two attempts; the place is that of the later one."""
-    if past is None or served is None:
-        return served if past is None else past
-    return ServedBy(
-        domain=served.domain,
-        tp=served.tp,
-        tp_min=min(past.tp_min, served.tp_min),
-        tp_max=max(past.tp_max, served.tp_max),
-        handovers=past.handovers + served.handovers,
-        recomputes=past.recomputes + served.recomputes,
-    )
+    def _give_up(self, live: LiveRequest, ended: Ended) -> None:
+        if self._remove(live.request_id) is not None:
+            self.send(CancelRequest(live.request_id, live.attempt))
+            self._metrics.requests.on_failure(failure_of(ended.status))
+            live.sink.on_end(ended)

@@ -9,25 +9,41 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamictp.errors import DynamicTPError
-from dynamictp.messages import SamplingParams
+from dynamictp.messages import SamplingParams, unpack_tokens
 from dynamictp.model.tokenizer import Tokenizer
 from dynamictp.observe.tracing import ChoiceTrace, RequestTrace
 from dynamictp.server.choice import Choice, TextRules
-from dynamictp.server.engine_client import EngineClient, LiveRequest
+from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.live_request import TOKEN_BYTES, LiveRequest
 from dynamictp.server.schema import PromptTokensDetails, Served, ServedChoice, Usage
+from dynamictp.server.sender import Sender
 
 SEEDS = 1 << 63
+MAX_UNREAD = 2048
+"""Tokens of a stream that may wait for its client. The kernel's buffers hold several times as many."""
+LEAST_UNREAD = 256
+"""More than what can come before a healthy stream gets its turn in the event loop."""
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt as text and token ids. `seed` is that of the prompt's first choice; others count on."""
+    """A prompt as text (empty unless it is echoed) and token ids. `seed` is that of the prompt's first
+    choice; others count on. `packed` holds the ids as 32-bit integers: thousands of long prompts may wait.
+    """
 
     text: str
-    ids: tuple[int, ...]
+    packed: bytes
     seed: int
     sampling: SamplingParams
     rules: TextRules
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(unpack_tokens(self.packed))
+
+    def __len__(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.packed) // TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -38,17 +54,19 @@ class Job:
     prompts: tuple[PromptTokens, ...]
     n: int
     stream: bool
-    priority: int
-    arrival_s: float
+    sender: Sender
 
 
 class GenerationFailed(DynamicTPError):
-    """The engine gave a request up. `status` is the HTTP status if the answer has not begun yet."""
+    """The engine gave a request up. `status` is the HTTP status if the answer has not begun yet: 504 when its
+    deadline has passed.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
+        self.code = "deadline_exceeded" if status == 504 else "generation_failed"
 
 
 class Generation:
@@ -67,6 +85,7 @@ class Generation:
                 prompt.rules,
                 wake=self._changed.set,
                 wake_on_token=job.stream,
+                max_unread=_max_unread(job, prompt) if job.stream else None,
             )
             for p, prompt in enumerate(job.prompts)
             for i in range(job.n)
@@ -78,17 +97,20 @@ class Generation:
 
     def start(self) -> None:
         """Submit every choice. Raises `CapacityError`, then none was."""
-        self._client.check_room(len(self.choices))
+        lengths = [len(prompt) for prompt in self.job.prompts for _ in range(self.job.n)]
+        predicted_s = self._client.check_room(self.job.sender, lengths)
         for index, choice in enumerate(self.choices):
             prompt = self.prompt_of(index)
             seed = (prompt.seed + index % self.job.n) % SEEDS
             live = self._client.submit(
                 choice.request_id,
-                prompt.ids,
+                prompt.packed,
                 msgspec.structs.replace(prompt.sampling, seed=seed),
                 choice,
-                arrival_s=self.job.arrival_s,
-                priority=self.job.priority,
+                sender=self.job.sender,
+                group=self.job.id,
+                # Later prompts of a list wait for their turn: that says nothing about the speed.
+                predicted_s=None if index else predicted_s,
             )
             self._live.append(live)
 
@@ -133,11 +155,11 @@ class Generation:
         choices = [
             _choice_trace(choice, live) for choice, live in zip(self.choices, self._live, strict=False)
         ]
-        tracer.request(RequestTrace(request_id, path, job.arrival_s, job.stream, choices, headers))
+        tracer.request(RequestTrace(request_id, path, job.sender.arrival_s, job.stream, choices, headers))
 
     def usage(self) -> Usage:
         """Token counts; a prompt counts once, however many choices it has."""
-        prompt = sum(len(p.ids) for p in self.job.prompts)
+        prompt = sum(map(len, self.job.prompts))
         completion = sum(choice.completion_tokens for choice in self.choices)
         cached = sum(choice.cached_tokens for choice in self.choices[:: self.job.n])
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
@@ -159,7 +181,7 @@ class Generation:
 def _choice_trace(choice: Choice, live: LiveRequest) -> ChoiceTrace:
     return ChoiceTrace(
         id=choice.request_id,
-        arrival_s=live.arrival_s,
+        arrival_s=live.sender.arrival_s,
         queued_s=live.queued_s,
         first_token_s=live.first_token_s,
         last_token_s=live.last_token_s,
@@ -168,6 +190,12 @@ def _choice_trace(choice: Choice, live: LiveRequest) -> ChoiceTrace:
         end=choice.end,
         served=choice.served,
     )
+
+
+def _max_unread(job: Job, prompt: PromptTokens) -> int:
+    """Tokens of one choice that may wait for a client that does not read; less when each of them is large."""
+    size = 1 + (prompt.sampling.logprobs or 0)
+    return max(LEAST_UNREAD, MAX_UNREAD // (size * len(job.prompts) * job.n))
 
 
 def served_choice(choice: Choice) -> ServedChoice | None:

@@ -26,13 +26,14 @@ from dynamictp.model.source import ModelSource
 from dynamictp.model.weights import plan_weights
 from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
 from dynamictp.observe.tracing import open_tracer
-from dynamictp.server.app import create_app
+from dynamictp.server.admission import QueueLimits
+from dynamictp.server.keys import KeyRings
 from dynamictp.server.machine import available_memory_bytes, usable_cores
 from dynamictp.server.plan import NodePlan, plan_node
 from dynamictp.server.pool_facts import pool_facts
+from dynamictp.server.ports import Ports, url_of
 from dynamictp.server.recovery import Recovery
 from dynamictp.server.requests import SamplingDefaults, parse_sampling_defaults
-from dynamictp.server.run import ServerRunner
 from dynamictp.server.service import DeviceInfo, Service
 from dynamictp.server.supervisor import Supervisor
 
@@ -66,6 +67,7 @@ class _Launch:
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
+        self._keys = KeyRings.of(config)
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -101,9 +103,9 @@ class _Launch:
         if config.mode != "static":
             journal = Path(config.journal) if config.journal else None
             service.plan_with(pool_facts(config, plan), config.control, journal)
-        runner = ServerRunner(create_app(service), config.host, config.port)
+        ports = Ports(config, service, self._keys)
         try:
-            port = await runner.start()
+            port = await ports.start()
             link = await _first(supervisor.start(say), interrupted, supervisor.failed)
             if link is None:
                 _raise_failure(supervisor, interrupted)
@@ -112,7 +114,7 @@ class _Launch:
                 await self._serve(service, plan, supervisor, stop, port)
         finally:
             service.client.fail_all("the server is shutting down")
-            await runner.stop()
+            await ports.stop()
             service.client.detach()
             await supervisor.stop()
             if service.client.tracer is not None:
@@ -138,8 +140,9 @@ class _Launch:
                 f"{ready.max_model_len} tokens, KV {plan.arena_bytes / GIB:.2f} GiB for {plan.kv_tokens} "
                 f"tokens, ready after {seconds:.1f} s"
             )
-            host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-            click.echo(f"DynamicTP ready: http://{host}:{port}")
+            for line in self._config_lines():
+                say(line)
+            click.echo(f"DynamicTP ready: {url_of(self._config.host, port)}")
             await self._keep_alive(service, supervisor, stop)
         _raise_failure(supervisor, stop.end)
 
@@ -168,6 +171,15 @@ class _Launch:
             if service.plane is not None:
                 service.plane.journal.close()
 
+    def _config_lines(self) -> list[str]:
+        """Where the admin interface is, unless it is where everybody looks for it."""
+        config = self._config
+        if config.admin_address is not None:
+            return [f"admin interface: {url_of(*config.admin_address)}"]
+        if not config.admin_on_main:
+            return ["no admin interface: the API's port is public, and there is no --admin-port"]
+        return []
+
     async def _drained(self, service: Service) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_s):
@@ -189,6 +201,13 @@ class _Launch:
             mode=config.mode,
             defaults=_defaults(config, source),
             device_info=device_info,
+            limits=QueueLimits(
+                config.max_waiting,
+                config.max_waiting_tokens,
+                config.max_wait_s,
+                config.request_timeout_s,
+            ),
+            tenants=lambda: self._keys.tenants,
             on_worker_lost=lambda lost: supervisor.kill_worker(lost.device, lost.incarnation, lost.reason),
         )
         service.metrics.machine = MachineMetrics(

@@ -70,6 +70,8 @@ class LeaseDesk:
         self._send = send
         self._in_flight = in_flight
         self._unsettled = True
+        self.on_returned: Callable[[], None] = lambda: None
+        """Called when there are more devices for layouts."""
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
@@ -176,6 +178,7 @@ class LeaseDesk:
                     self.power.wake(device)
         self._tell_engine()
         self._notify()
+        self.on_returned()
 
     def _called(self, leases: Collection[Lease]) -> None:
         for lease in leases:

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from dynamictp.clock import Clock, SystemClock
+from dynamictp.control.admission import REASONS
 from dynamictp.layout import PlacedShape, Shape
 from dynamictp.messages import DomainStatus, Snapshot, StepTotals, SwitchStatus
 from dynamictp.observe.aliases import vllm_aliases
@@ -32,6 +33,7 @@ from dynamictp.observe.families import (
 from dynamictp.observe.history import History, kv_usage
 from dynamictp.observe.machine import MachineMetrics
 from dynamictp.observe.requests import RequestMetrics
+from dynamictp.server.admission import AdmissionControl
 from dynamictp.server.plane_metrics import PlaneMetrics
 
 OUTCOMES = ("committed", "noop", "failed", "cancelled", "rolled_back")
@@ -43,8 +45,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics(Collector):
     """Everything `/metrics` shows. Fed by the engine client, read by `render`."""
 
-    def __init__(self, pool: str = "default", clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        pool: str = "default",
+        admission: AdmissionControl | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._pool = pool
+        self._admission = admission
         self._snapshot: Snapshot | None = None
         self._placed: dict[str, str] = {}
         """Domain id → placed shape, the label of per-domain series."""
@@ -146,6 +154,7 @@ class Metrics(Collector):
         yield from self._collect_steps()
         yield from self._collect_tokens()
         yield from self.requests.collect()
+        yield from self._collect_admission()
         yield from self._collect_switches()
         yield from self.plane.collect()
         yield from self.machine.collect()
@@ -290,6 +299,20 @@ class Metrics(Collector):
             "dtp_inter_token_latency_seconds",
             "Time between tokens of a request. Do streams flow or stutter?",
             self._itl,
+        )
+
+    def _collect_admission(self) -> Iterator[Metric]:
+        admission = self._admission
+        yield counters(
+            "dtp_requests_refused",
+            "HTTP requests refused. Who is sent away, and why?",
+            ["reason"],
+            (((reason,), admission.refused[reason] if admission else 0) for reason in REASONS),
+        )
+        yield gauge(
+            "dtp_prompt_tokens_waiting",
+            "Prompt tokens of requests without a first token. How long is the queue, in work?",
+            admission.backlog.tokens if admission else 0,
         )
 
     def _collect_switches(self) -> Iterator[Metric]:

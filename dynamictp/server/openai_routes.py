@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dynamictp.server.answers import json_response, read_body
+from dynamictp.server.access import identity_of
+from dynamictp.server.answers import json_response
 from dynamictp.server.fields import parse_object
 from dynamictp.server.generation import Generation
 from dynamictp.server.prompts import INLINE_CHARS, chat_job, chat_tokens, completion_job, text_tokens
 from dynamictp.server.render import ChatRenderer, CompletionRenderer
-from dynamictp.server.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from dynamictp.server.requests import (
+    TIMEOUT_HEADER,
+    header_timeout_s,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from dynamictp.server.responses import GenerationResponse
+from dynamictp.server.sender import Sender
 from dynamictp.server.service import Service
 
 
@@ -44,12 +54,14 @@ class OpenAIRoutes:
         return json_response(self._card())
 
     async def completions(self, request: Request) -> Response:
-        service, arrival_s = self._service, self._service.clock.now()
-        parsed = parse_completion(await self._body(request), service.facts.vocab, service.defaults)
-        service.check_model(parsed.common.model)
-        generation = Generation(
-            service.client, service.tokenizer, await completion_job(service, parsed, arrival_s)
-        )
+        service, sender = self._service, self._sender(request)
+        async with service.bodies.reading(request) as body:
+            parsed = parse_completion(parse_object(body), service.facts.vocab, service.defaults)
+            service.check_model(parsed.common.model)
+            sender = sender.asking(parsed.common.priority, parsed.common.timeout_s)
+            self._check_room(sender)
+            job = await completion_job(service, parsed, sender)
+        generation = Generation(service.client, service.tokenizer, job)
         renderer = CompletionRenderer(
             generation,
             service.tokenizer,
@@ -63,10 +75,14 @@ class OpenAIRoutes:
         return GenerationResponse(generation, renderer, include_usage=parsed.common.include_usage)
 
     async def chat(self, request: Request) -> Response:
-        service, arrival_s = self._service, self._service.clock.now()
-        parsed = parse_chat(await self._body(request), service.facts.vocab, service.defaults)
-        service.check_model(parsed.common.model)
-        generation = Generation(service.client, service.tokenizer, await chat_job(service, parsed, arrival_s))
+        service, sender = self._service, self._sender(request)
+        async with service.bodies.reading(request) as body:
+            parsed = parse_chat(parse_object(body), service.facts.vocab, service.defaults)
+            service.check_model(parsed.common.model)
+            sender = sender.asking(parsed.common.priority, parsed.common.timeout_s)
+            self._check_room(sender)
+            job = await chat_job(service, parsed, sender)
+        generation = Generation(service.client, service.tokenizer, job)
         renderer = ChatRenderer(
             generation,
             service.tokenizer,
@@ -79,25 +95,41 @@ class OpenAIRoutes:
         return GenerationResponse(generation, renderer, include_usage=parsed.common.include_usage)
 
     async def tokenize(self, request: Request) -> Response:
-        parsed = parse_tokenize(await self._body(request))
-        self._service.check_model(parsed.model)
-        if isinstance(parsed.prompt, str):
-            tokens = await text_tokens(self._service, parsed.prompt, parsed.add_special_tokens)
-        else:
-            _, tokens = await chat_tokens(self._service, parsed.prompt)
+        async with self._service.bodies.reading(request) as body:
+            parsed = parse_tokenize(parse_object(body))
+            self._service.check_model(parsed.model)
+            if isinstance(parsed.prompt, str):
+                tokens = await text_tokens(self._service, parsed.prompt, parsed.add_special_tokens)
+            else:
+                _, tokens = await chat_tokens(self._service, parsed.prompt)
         context = self._service.client.max_model_len or self._service.facts.max_context
         return json_response({"count": len(tokens), "max_model_len": context, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        tokens, skip = parse_detokenize(await self._body(request), self._service.facts.vocab)
-        if len(tokens) <= INLINE_CHARS:
-            text = self._service.tokenizer.decode(tokens, skip)
-        else:
-            text = await asyncio.to_thread(self._service.tokenizer.decode, tokens, skip)
+        async with self._service.bodies.reading(request) as body:
+            tokens, skip = parse_detokenize(parse_object(body), self._service.facts.vocab)
+            if len(tokens) <= INLINE_CHARS:
+                text = self._service.tokenizer.decode(tokens, skip)
+            else:
+                text = await asyncio.to_thread(self._service.tokenizer.decode, tokens, skip)
         return json_response({"prompt": text})
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return parse_object(await read_body(request, self._service.body_limit_bytes))
+    def _check_room(self, sender: Sender) -> None:
+        """Refuse what would have to wait too long, however short it is, before its prompt costs anything.
+
+        Before the engine is ready, a wrong prompt is told what is wrong.
+        """
+        client = self._service.client
+        if client.engine is not None:
+            client.check_room(sender, (1,))
+
+    def _sender(self, request: Request) -> Sender:
+        """Raises `BadRequest` for a header that is no time."""
+        service, identity = self._service, identity_of(request.scope)
+        sender = Sender(service.clock.now(), identity.tenant, identity.priority)
+        if service.request_timeout_s:
+            sender = replace(sender, deadline_s=sender.arrival_s + service.request_timeout_s)
+        return sender.asking(None, header_timeout_s(request.headers.get(TIMEOUT_HEADER)))
 
     def _card(self) -> dict[str, Any]:
         service = self._service

@@ -16,7 +16,7 @@ from dynamictp.control.values import (
 )
 from dynamictp.layout import Shape
 from dynamictp.messages import Snapshot, StepMeasure, SwitchStatus
-from dynamictp.server.engine_client import LiveRequest
+from dynamictp.server.live_request import LiveRequest
 from dynamictp.server.traffic import SHORT_S, WINDOW_S, Traffic
 
 MOST_SAMPLES = 64
@@ -56,7 +56,7 @@ class PoolView:
         traffic, config = self.traffic, self.traffic.config
         started = [request for request in live if request.emitted]
         ratios = [
-            (now - request.arrival_s) / config.slo.of().ttft_target_s(request.prompt_len)
+            (now - request.sender.arrival_s) / config.slo.of().ttft_target_s(request.prompt_len)
             for request in live
             if not request.emitted
         ]

@@ -6,11 +6,12 @@ import asyncio
 import secrets
 from dataclasses import dataclass
 
-from dynamictp.messages import SamplingParams
+from dynamictp.messages import SamplingParams, pack_tokens
 from dynamictp.server.choice import TextRules
 from dynamictp.server.generation import SEEDS, Job, PromptTokens
 from dynamictp.server.messages_field import ChatPrompt
 from dynamictp.server.requests import ChatRequest, Common, CompletionRequest
+from dynamictp.server.sender import Sender
 from dynamictp.server.service import Service
 from dynamictp.server.stop import StopSet
 
@@ -33,7 +34,7 @@ class _Recipe:
     echo: bool = False
 
 
-async def completion_job(service: Service, request: CompletionRequest, arrival_s: float) -> Job:
+async def completion_job(service: Service, request: CompletionRequest, sender: Sender) -> Job:
     """Raises `BadRequest`, `CapacityError`."""
     common = request.common
     scored = request.logprobs if request.echo else None
@@ -48,15 +49,15 @@ async def completion_job(service: Service, request: CompletionRequest, arrival_s
         else _prompt_tokens(service, recipe, None, prompt)
         for prompt in request.prompts
     )
-    return _job(service, "cmpl", common, prompts, arrival_s)
+    return _job(service, "cmpl", common, prompts, sender)
 
 
-async def chat_job(service: Service, request: ChatRequest, arrival_s: float) -> Job:
+async def chat_job(service: Service, request: ChatRequest, sender: Sender) -> Job:
     """Raises `BadRequest`, `CapacityError`."""
     text, ids = await chat_tokens(service, request.prompt)
     recipe = _Recipe(request.common, StopSet(request.common.stop), None, request.logprobs)
     prompt = _prompt_tokens(service, recipe, text, ids)
-    return _job(service, "chatcmpl", request.common, (prompt,), arrival_s)
+    return _job(service, "chatcmpl", request.common, (prompt,), sender)
 
 
 async def chat_tokens(service: Service, prompt: ChatPrompt) -> tuple[str, tuple[int, ...]]:
@@ -95,9 +96,11 @@ def _prompt_tokens(service: Service, recipe: _Recipe, text: str | None, ids: tup
     """`text` None: the prompt came as ids."""
     common = recipe.common
     max_tokens = service.max_tokens(common.max_tokens, recipe.default, len(ids), common.max_tokens_field)
-    if text is None:
+    if not recipe.echo:
+        text = ""
+    elif text is None:
         # Not before the length is known to fit.
-        text = service.tokenizer.decode(ids, common.skip_special_tokens) if recipe.echo else ""
+        text = service.tokenizer.decode(ids, common.skip_special_tokens)
     eos = () if common.ignore_eos else service.tokenizer.eos_ids
     stop_ids = tuple(sorted({*common.stop_token_ids, *eos}))
     min_tokens = min(common.min_tokens, max_tokens)
@@ -126,18 +129,16 @@ def _prompt_tokens(service: Service, recipe: _Recipe, text: str | None, ids: tup
         skip_special_tokens=common.skip_special_tokens,
     )
     seed = secrets.randbelow(SEEDS) if common.seed is None else common.seed % SEEDS
-    return PromptTokens(text, ids, seed, sampling, rules)
+    return PromptTokens(text, pack_tokens(ids), seed, sampling, rules)
 
 
 def _job(
-    service: Service, kind: str, common: Common, prompts: tuple[PromptTokens, ...], arrival_s: float
+    service: Service, kind: str, common: Common, prompts: tuple[PromptTokens, ...], sender: Sender
 ) -> Job:
     return Job(
         id=f"{kind}-{secrets.token_hex(12)}",
         prompts=prompts,
         n=common.n,
         stream=common.stream,
-        # A client may only lower its priority; without keys, the key's is 0.
-        priority=min(common.priority, 0),
-        arrival_s=arrival_s,
+        sender=sender,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dynamictp.errors import BadRequest
-from dynamictp.server.fields import Fields, as_fields
+from dynamictp.server.fields import Fields, as_fields, show
 from dynamictp.server.messages_field import ChatPrompt, parse_chat_prompt
 
 _T = TypeVar("_T")
@@ -23,6 +23,9 @@ MAX_STOP_IDS = 256
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_TOKENS = 1 << 31
+MAX_TIMEOUT_S = 86_400.0
+TIMEOUT_HEADER = "x-request-timeout"
+"""Seconds, as the body's `timeout`: for proxies, which do not write into bodies."""
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that never change what is generated."""
@@ -63,7 +66,8 @@ class Common:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
-    priority: int
+    priority: int | None
+    timeout_s: float | None
     stream: bool
     include_usage: bool
 
@@ -140,6 +144,23 @@ def parse_chat(body: dict[str, Any] | Fields, vocab: int, defaults: SamplingDefa
     return ChatRequest(common, prompt, (top or 0) if wanted else None)
 
 
+def header_timeout_s(value: str | None) -> float | None:
+    """The time-out that a header gives, in seconds. Raises `BadRequest`."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise BadRequest(
+            f"header {TIMEOUT_HEADER}: expected seconds above 0 and up to {MAX_TIMEOUT_S:g}, got "
+            f"{show(value)}",
+            param=TIMEOUT_HEADER,
+        )
+    return seconds
+
+
 def parse_sampling_defaults(values: dict[str, Any]) -> SamplingDefaults:
     """A model's recommended values, held to what a request may ask for. Raises `BadRequest`."""
     fields = Fields(values)
@@ -211,7 +232,8 @@ def _parse_common(fields: Fields, vocab: int, defaults: SamplingDefaults, *, lea
         include_stop=fields.flag("include_stop_str_in_output"),
         skip_special_tokens=fields.flag("skip_special_tokens", True),
         return_token_ids=fields.flag("return_token_ids"),
-        priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
+        priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1),
+        timeout_s=fields.number("timeout", 0, MAX_TIMEOUT_S, above=True),
         stream=stream,
         include_usage=_parse_stream_options(fields, stream),
     )
@@ -249,7 +271,7 @@ def _parse_max_tokens(fields: Fields, least: int) -> tuple[str, int | None]:
 
 def _parse_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.take("stop")
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     expected = f"a string or up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise fields.refuse("stop", expected, value)

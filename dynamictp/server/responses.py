@@ -116,10 +116,10 @@ class GenerationResponse(Response):
                     return
                 await generation.changed()
         except GenerationFailed as failure:
-            # A server that stops ends all its streams: nothing to warn of.
-            level = logging.INFO if failure.status == 503 else logging.WARNING
+            # A server that stops, a deadline, a client that does not read: nothing to warn of.
+            level = logging.INFO if failure.status in (408, 503, 504) else logging.WARNING
             log.log(level, "%s: failed in mid-stream: %s", generation.job.id, failure.message)
-            event = to_event(envelope(failure.message, "server_error", code="generation_failed"))
+            event = to_event(envelope(failure.message, "server_error", code=failure.code))
             await send({"type": "http.response.body", "body": event + DONE})
 
     def _events(self) -> Iterator[bytes]:

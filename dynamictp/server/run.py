@@ -11,10 +11,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from dynamictp.errors import ResourceError
+from dynamictp.server.connection import GuardedConnection
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 30
 DRAIN_S = 5
+SEND_BUFFER_BYTES = 64 << 10
+HEAD_LIMIT_BYTES = 32 << 10
+"""Request line and headers together."""
 
 
 class _Server(uvicorn.Server):
@@ -46,6 +50,8 @@ class ServerRunner:
             log_config=None,
             lifespan="off",
             ws="none",
+            http=GuardedConnection,
+            h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,
             server_header=False,
@@ -98,6 +104,8 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Its connections inherit it: without it a client that does not read is given megabytes by the kernel.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)

@@ -24,6 +24,8 @@ from dynamictp.messages import SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
 from dynamictp.observe.tracing import Tracer
+from dynamictp.server.admission import AdmissionControl, QueueLimits
+from dynamictp.server.bodies import Bodies
 from dynamictp.server.control_plane import ControlPlane
 from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.leases import LeaseDesk
@@ -33,7 +35,6 @@ from dynamictp.server.requests import SamplingDefaults
 from dynamictp.server.switches import SwitchBoard
 from dynamictp.server.traffic import Traffic
 
-BODY_LIMIT_BYTES = 8 << 20
 SWITCH_WAIT_S = 60.0
 
 
@@ -68,7 +69,9 @@ class Service:
     device_info: Callable[[], Mapping[int, DeviceInfo]] = dict
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time at which the model was loaded, in seconds."""
-    body_limit_bytes: int = BODY_LIMIT_BYTES
+    bodies: Bodies = field(default_factory=Bodies)
+    request_timeout_s: float = 0.0
+    """After so long a request is given up; 0: never. Clients may ask for less."""
     switch_wait_s: float = SWITCH_WAIT_S
 
     @classmethod
@@ -85,15 +88,22 @@ class Service:
         defaults: SamplingDefaults | None = None,
         device_info: Callable[[], Mapping[int, DeviceInfo]] = dict,
         clock: Clock | None = None,
-        max_live: int = 4096,
+        limits: QueueLimits | None = None,
+        tenants: Callable[[], int] = lambda: 1,
         on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
     ) -> Self:
         """Wire client, switches and metrics together. `client.attach(link)` connects the engine."""
         clock = clock or SystemClock()
+        limits = limits or QueueLimits()
+        admission = AdmissionControl(clock, limits, tenants)
         incarnation = secrets.token_hex(3)
-        metrics, switches = Metrics(clock=clock), SwitchBoard(incarnation)
+        metrics, switches = Metrics(admission=admission, clock=clock), SwitchBoard(incarnation)
         client = EngineClient(
-            clock, metrics, max_live=max_live, on_switch=switches.on_status, on_worker_lost=on_worker_lost
+            clock,
+            metrics,
+            admission=admission,
+            on_switch=switches.on_status,
+            on_worker_lost=on_worker_lost,
         )
         lease_numbers = count(1)
         pool = ResourcePool(
@@ -119,6 +129,7 @@ class Service:
             mode=mode,
             defaults=defaults or SamplingDefaults(),
             device_info=device_info,
+            request_timeout_s=limits.request_timeout_s,
         )
         client.on_snapshot = service._on_snapshot
         switches.listeners.append(service._on_switch)
@@ -140,6 +151,7 @@ class Service:
             metrics=self.metrics,
             journal=Journal(facts, config, PlannerState(), journal),
         )
+        self.desk.on_returned = self.plane.nudge
         return self.plane
 
     def trace_with(self, tracer: Tracer) -> None:

@@ -35,7 +35,7 @@ from dynamictp.messages import (
 )
 from dynamictp.transport import Link
 
-EndReason = Literal["stop", "length", "cancelled", "error"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 Outcome = Literal["committed", "closed", "noop", "cancelled"]
 Script = Callable[[Sequence[int], SamplingParams, int], int]
 """(prompt, sampling, position) → output token. May raise `ScriptedError`."""
@@ -164,6 +164,7 @@ class FakeEngine:
                 for command in held:
                     self._held.remove(command)
                     self._report(command, str(self._layout.spec), "decide", "cancelled", {})
+                self.link.send(self.snapshot())
 
     def _step(
         self,
@@ -197,6 +198,12 @@ class FakeEngine:
         elif request.position >= sampling.max_tokens:
             self._end(request, ends, "length")
 
+    def expire(self, request_id: str) -> None:
+        """The deadline of a request passes."""
+        ends: list[RequestEnd] = []
+        self._end(self.running[request_id], ends, "deadline")
+        self.link.send(Outputs(ends=tuple(ends)))
+
     def _end(
         self, request: _Running, ends: list[RequestEnd], reason: EndReason, error: str | None = None
     ) -> None:
@@ -225,6 +232,7 @@ class FakeEngine:
             before, wanted = str(self._layout.spec), parse_layout(command.layout)
             if wanted in (self._layout, self._layout.spec):
                 self._report(command, before, "commit", "noop", {})
+                self.link.send(self.snapshot())
                 continue
             self._layout = wanted if isinstance(wanted, Layout) else place(wanted, self.devices, ())
             self._epoch += len(self._layout.domains)

@@ -178,7 +178,7 @@ class FakeWorker:
                     raise IllegalPlan(f"row {step.row} samples after {end} of {len(row.tokens)} tokens")
                 hashes_of_all = b"".join(self._read(row, end, h).tobytes() for h in range(self._arena.heads))
                 token = _sample(hashes_of_all, self._arena.heads, row.seed, self._vocab)
-                row.tokens.append(token)
+                row.tokens.append(max(token, 0))
                 logprobs = TokenLogprobs(token, -token / self._vocab) if row.logprobs else None
                 tokens.append(RowToken(step.row, end, token, logprobs))
         if mine.rank:

@@ -303,9 +303,11 @@ async def run_faults(
     """Reference on the quiet server, then the disturbed run on the same one."""
     report = FaultReport(GateReport(seed))
     arguments = ("serve", "demo", "--devices", str(DEVICES), "--layout", "tp1", "--kv-memory", "96MiB")
+    # However long a recovery takes: nobody may be refused.
+    patient = ("--max-wait-s", "0", "--crash-budget", "100000")
     environment = {"DYNAMICTP_CHECK": "1", "DYNAMICTP_FAULT": "signal"}
     with (
-        ServerProcess(*arguments, "--crash-budget", "100000", environment=environment) as server,
+        ServerProcess(*arguments, *patient, environment=environment) as server,
         _keeping_output(server, server_log),
     ):
         requests = make_requests(seed, distinct, 49_152, longest_prompt=300, longest_output=120)

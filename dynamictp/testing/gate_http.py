@@ -203,7 +203,7 @@ async def run_gate(
 ) -> GateReport:
     """Reference on `tp1`, then the disturbed run. The arena is small, so that requests are preempted."""
     report = GateReport(seed)
-    demo = ("serve", "demo", "--layout", "tp1", "--kernels", kernels)
+    demo = ("serve", "demo", "--layout", "tp1", "--kernels", kernels, "--max-wait-s", "0")
     with ServerProcess(*demo, "--devices", "1", "--kv-memory", "1GiB") as server:
         requests = make_requests(
             seed, distinct, 49_152, longest_prompt=longest_prompt, longest_output=longest_output

@@ -11,6 +11,7 @@ import torch
 from dynamictp.clock import Clock
 from dynamictp.errors import CommunicatorBroken
 from dynamictp.messages import (
+    NO_TOKEN,
     OpenDomain,
     RowPromptLogprobs,
     RowStep,
@@ -172,6 +173,11 @@ class Domain:
         chosen: list[int] = tokens[: len(sampled)].tolist()
         result = []
         for i, (step, row) in enumerate(sampled):
+            if chosen[i] == NO_TOKEN:
+                # Nothing comes of this row. The step that may be under way already goes on with any token.
+                result.append(RowToken(step.row, len(row), NO_TOKEN))
+                row.append(0)
+                continue
             asked = row.sampling.logprobs
             # The peers write logits again only after barriers of the next step, which rank 0 reaches later.
             entry = (

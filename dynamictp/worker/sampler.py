@@ -13,8 +13,7 @@ import numpy.ma  # np.unique imports it when it is called first: in the middle o
 from numpy.random import Philox  # np.random is imported when it is used first
 from numpy.typing import NDArray
 
-from dynamictp.errors import DomainError
-from dynamictp.messages import SamplingParams, TokenLogprobs
+from dynamictp.messages import NO_TOKEN, SamplingParams, TokenLogprobs
 
 Logits = NDArray[np.float32]
 Tokens = NDArray[np.int32]
@@ -35,13 +34,13 @@ def uniform(seed: int, position: int) -> float:
 def choose(logits: Logits, tokens: Tokens, prompt_len: int, params: SamplingParams) -> int:
     """The next token of a row. `logits` [V], left as they are; `tokens` are the row's so far.
 
-    Raises `DomainError` when the model's logits have no finite maximum. What a client asks for can't cause
-    that: adjusted logits stay finite.
+    `NO_TOKEN` when the model's logits have no finite maximum. What a client asks for can't cause that:
+    adjusted logits stay finite.
     """
     output = tokens[prompt_len:]
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):
-        raise DomainError(f"the logits of a row have no finite maximum (token {best}: {logits[best]})")
+        return NO_TOKEN
     masked = len(output) < params.min_tokens and bool(params.stop_ids)
     if masked or _changes_logits(params):
         logits = _adjust(logits.copy(), tokens, output, params, masked)

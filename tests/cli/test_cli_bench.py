@@ -71,6 +71,9 @@ def test_keys_are_read_as_the_server_reads_them(tmp_path: Path, monkeypatch: pyt
     assert read_keys(file) == ("k1", {"gold": "k1"})
     monkeypatch.setenv("OPENAI_API_KEY", "from-env")
     assert read_keys(None) == ("from-env", {})
+    monkeypatch.setenv("DYNAMICTP_API_KEY", "ours")
+    assert read_keys(None) == ("ours", {})
+    assert read_keys(None, "given") == ("given", {})
 
 
 @pytest.mark.multi

@@ -26,7 +26,7 @@ slow_window_s: 3
 ramp_observe_s: 0.3
 ramp_settle_s: 0.3
 reserve_ahead_s: 1
-slo: {ttft_p99_s: 2, ttft_per_token_ms: 2, tpot_p99_ms: 100}
+slo: {ttft_p99_s: 2, ttft_per_token_ms: 2, tpot_p99_ms: 15}
 """
 
 
@@ -93,7 +93,7 @@ def test_the_degree_follows_the_traffic_and_a_lease_uses_what_is_free(dynamic: A
         worker = psutil.Process(state["devices"][1]["pid"])
         spent = sum(worker.cpu_times()[:2])
         assert worker.status() == psutil.STATUS_SLEEPING
-        with Load(dynamic, clients=24, tokens=48) as load:
+        with Load(dynamic, clients=32, tokens=48) as load:
             until(lambda: job.poll() is not None, "the job was told to leave", 60)
             assert job.returncode == 76
             until(lambda: dynamic.layout()["observed"] != "tp1", "growth", 60)

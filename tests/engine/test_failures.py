@@ -11,6 +11,7 @@ from dynamictp.clock import ManualClock
 from dynamictp.engine.core import EngineCore
 from dynamictp.errors import FatalError, ProtocolError
 from dynamictp.messages import (
+    NO_TOKEN,
     DomainBroken,
     DomainClosed,
     OpenDomain,
@@ -23,6 +24,7 @@ from dynamictp.messages import (
     WorkerLost,
     WorkerStarted,
 )
+from dynamictp.testing import fake_worker
 from dynamictp.worker.comm.control import WorkerState
 from tests.engine.engine_simulation import Simulation, engine_start
 
@@ -311,3 +313,31 @@ def test_messages_from_the_wrong_side_are_refused() -> None:
         core.on_worker(0, StepPlan(1, 0, ()))
     core.turn()
     assert isinstance(core.to_server[0], Snapshot)
+
+
+def test_a_request_without_finite_numbers_ends_alone_and_leaves_nothing_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = fake_worker._sample
+    poison = 666
+
+    def sample(hashes: bytes, heads: int, seed: int, vocab: int) -> int:
+        return NO_TOKEN if seed == poison else honest(hashes, heads, seed, vocab)
+
+    sim = simulation()
+    others = [sim.submit([n] * 9, 12) for n in range(2)]
+    bad = sim.submit(list(range(9)), 12, seed=poison)
+    bad.cancelled = True
+    monkeypatch.setattr(fake_worker, "_sample", sample)
+    sim.run_until_idle()
+    sim.turn()
+    sim.check_idle()
+    assert bad.end == "error"
+    assert bad.tokens == []
+    assert [stream.end for stream in others] == ["length"] * 2
+    assert [domain.id for domain in sim.core.fleet.live()] == ["d1"]
+    before = sim.core.snapshot().prefix_hits
+    again = sim.submit(list(range(9)), 3)
+    sim.run_until_idle()
+    assert again.end == "length"
+    assert sim.core.snapshot().prefix_hits == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dynamictp.clock import ManualClock
 from dynamictp.control.route import DomainLoad, RequestNeed, RouteState, route
 from dynamictp.engine.comms import CommunicatorPool
 from dynamictp.engine.domain import Domain, PlanRecord
@@ -23,7 +24,7 @@ def request(name: str, age: int, *, arrival_s: float = 0.0, priority: int = 0) -
 
 
 def test_waiting_order_is_resumed_then_priority_then_arrival() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(ManualClock(4.0))
     late, early = request("late", 1, arrival_s=2.0), request("early", 2, arrival_s=1.0)
     urgent, resumed = request("urgent", 3, arrival_s=3.0, priority=1), request("resumed", 4, arrival_s=9.0)
     resumed.resumed = True

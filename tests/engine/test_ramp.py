@@ -7,10 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dynamictp.control.route import ramp_side
 from dynamictp.engine.ramp import percentile
-from dynamictp.messages import CancelSwitch, DomainBroken, RampSettings, SetDevices, StepPlan
+from dynamictp.messages import (
+    NO_TOKEN,
+    CancelSwitch,
+    DomainBroken,
+    RampSettings,
+    SetDevices,
+    StepPlan,
+    StepResult,
+)
+from dynamictp.testing.fake_worker import FakeWorker
 from tests.engine.engine_simulation import PAGE, Simulation, Stream, engine_start
 
 RAMP = RampSettings(observe_s=2.0, settle_s=1.0, min_finished=10, probe_s=3.0)
@@ -183,6 +193,30 @@ def test_what_a_failing_new_domain_computed_is_thrown_away() -> None:
     assert again.end == first.end == "length"
     assert states(sim) == {"tp1@0": "serving"}
     sim.core.check_integrity()
+
+
+def test_a_new_domain_without_finite_numbers_is_rolled_back_and_its_request_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim = simulation()
+    switch_id = begin(sim, "tp1@1")
+    first = sim.submit([1, 2, 3], 30)
+    sim.run(lambda: len(first.tokens) > 2)
+    honest = FakeWorker.finish
+
+    def finish(worker: FakeWorker, plan: StepPlan, seconds: float) -> StepResult | None:
+        result = honest(worker, plan, seconds)
+        if result is None or worker.device != 1:
+            return result
+        bad = tuple(structs.replace(token, token=NO_TOKEN) for token in result.tokens)
+        return structs.replace(result, tokens=bad)
+
+    monkeypatch.setattr(FakeWorker, "finish", finish)
+    sim.run_until_idle()
+    assert sim.statuses[switch_id].outcome == "rolled_back"
+    assert "not finite" in (sim.statuses[switch_id].error or "")
+    assert first.end == "length"
+    assert states(sim) == {"tp1@0": "serving"}
 
 
 def test_cancel_in_mid_ramp_hands_everything_back() -> None:

@@ -197,7 +197,7 @@ def test_a_deadline_ends_a_request_with_an_error() -> None:
     stream = sim.submit([1], 90, deadline_s=sim.clock.now() + 0.05)
     stream.cancelled = True
     finish(sim)
-    assert stream.end == "error"
+    assert stream.end == "deadline"
     assert 0 < len(stream.tokens) < 90
 
 

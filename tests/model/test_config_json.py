@@ -119,6 +119,7 @@ def test_sliding_windows_that_never_cut_are_accepted() -> None:
         (LLAMA, {"architectures": None}, "architectures"),
         (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         (LLAMA, {"num_local_experts": 8}, "mixture of experts"),
+        (LLAMA, {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "its own code"),
         (LLAMA, {"hidden_act": "gelu"}, "gelu"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*supported: default"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,13 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from dynamictp.clock import Clock
 from dynamictp.control.values import Mode
 from dynamictp.facts import ModelFacts, RopeFacts
 from dynamictp.messages import SamplingParams
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.server.admission import QueueLimits
 from dynamictp.server.app import create_app
 from dynamictp.server.run import ServerRunner
 from dynamictp.server.service import Service
@@ -101,7 +103,14 @@ class Stack:
 
 @asynccontextmanager
 async def running_stack(
-    script: Script | None = None, *, announce: bool = True, mode: Mode = "static", **engine: Any
+    script: Script | None = None,
+    *,
+    announce: bool = True,
+    mode: Mode = "static",
+    limits: QueueLimits | None = None,
+    tenants: Callable[[], int] = lambda: 1,
+    clock: Clock | None = None,
+    **engine: Any,
 ) -> AsyncIterator[Stack]:
     """The stack with an HTTP client that calls the application directly (no streaming, no disconnects).
 
@@ -115,6 +124,9 @@ async def running_stack(
         facts=facts(),
         devices=2,
         legal_degrees=(1, 2),
+        limits=limits,
+        tenants=tenants,
+        clock=clock,
         mode=mode,
     )
     fake: list[FakeEngine] = []

@@ -44,7 +44,7 @@ async def test_malformed_json_is_a_400(stack: Stack) -> None:
 
 
 async def test_bodies_over_the_limit_are_refused_with_and_without_a_length(stack: Stack) -> None:
-    stack.service.body_limit_bytes = 1000
+    stack.service.bodies.limit_bytes = 1000
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(20):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from dynamictp.messages import CancelRequest, SubmitRequest, unpack_tokens
+from dynamictp.server.admission import QueueLimits
 from tests.server.server_stack import EOS, Stack, running_stack, speaking
 
 
@@ -205,10 +207,17 @@ async def test_before_the_engine_is_ready_clients_are_told_to_retry(path: str) -
         assert (await stack.http.get("/health")).status_code == 200
 
 
-async def test_too_many_live_requests_are_a_429(stack: Stack) -> None:
-    stack.service.client._max_live = 3
-    response = await stack.post("/v1/completions", prompt="x", n=4)
-    assert response.status_code == 429
-    assert response.json()["error"]["type"] == "rate_limit_error"
-    assert "retry-after" in response.headers
-    assert stack.service.client.live == 0
+async def test_more_prompts_than_the_queue_holds_are_refused_as_a_whole() -> None:
+    async with running_stack(limits=QueueLimits(requests=3)) as stack:
+        stack.engine.hold_tokens = True
+        waiting = asyncio.create_task(stack.post("/v1/completions", prompt="x"))
+        while stack.service.client.live < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        response = await stack.post("/v1/completions", prompt=["x", "y", "z"])
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "server_full"
+        assert int(response.headers["retry-after"]) >= 1
+        assert stack.service.client.live == 1
+        stack.engine.hold_tokens = False
+        stack.engine.arrived()
+        assert (await waiting).status_code == 200

@@ -45,9 +45,11 @@ def pool_facts() -> PoolFacts:
 
 
 @asynccontextmanager
-async def planned(mode: Mode = "dynamic") -> AsyncIterator[tuple[Stack, ControlPlane]]:
+async def planned(
+    mode: Mode = "dynamic", config: ControlConfig = CONFIG
+) -> AsyncIterator[tuple[Stack, ControlPlane]]:
     async with running_stack(mode=mode) as stack:
-        yield stack, stack.service.plan_with(pool_facts(), CONFIG)
+        yield stack, stack.service.plan_with(pool_facts(), config)
 
 
 Say = Callable[..., None]
@@ -184,7 +186,8 @@ async def test_a_rolled_back_target_is_barred_and_the_planner_sees_it(says: Say)
 
 
 async def test_what_the_planner_needs_is_called_back_from_leases(says: Say) -> None:
-    async with planned() as (stack, plane):
+    # The next turn is due in a minute: the returned device alone must bring the decision about.
+    async with planned(config=ControlConfig(interval_s=60)) as (stack, plane):
         await stack.http.post("/admin/leases", json={"devices": 1})
         says("tp2", reserve=2)
         await plane.tick()
@@ -193,9 +196,12 @@ async def test_what_the_planner_needs_is_called_back_from_leases(says: Say) -> N
         assert lease.state == "revoking"
         await plane.tick()
         assert not commands(stack)
+        running = asyncio.create_task(plane.run())
+        decided = len(plane.journal.last(100))
+        await until(lambda: len(plane.journal.last(100)) > decided)
         await stack.http.delete(f"/admin/leases/{lease.id}")
-        await plane.tick()
         await until(lambda: commands(stack))
+        running.cancel()
 
 
 async def test_a_decision_that_fails_does_not_stop_the_loop(

@@ -26,10 +26,13 @@ from dynamictp.messages import (
     Snapshot,
     SubmitRequest,
     TokenEvent,
+    pack_tokens,
     unpack_tokens,
 )
-from dynamictp.server.engine_client import Ended, EngineClient
+from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.live_request import Ended
 from dynamictp.server.metrics import Metrics
+from dynamictp.server.sender import Sender
 from dynamictp.testing.fake_engine import FakeEngine, counting
 from dynamictp.transport import MemoryLink, memory_link_pair, zmq_link
 
@@ -60,6 +63,9 @@ class Recorder:
         self.ended.set()
 
 
+SENDER = Sender(0.0)
+
+
 def make_client() -> EngineClient:
     return EngineClient(ManualClock(), Metrics(), on_switch=lambda status: None)
 
@@ -87,7 +93,11 @@ class Pair:
 
     def submit(self, sink: Recorder, max_tokens: int = 10, request_id: str = "r") -> None:
         self.client.submit(
-            request_id, [7, 8], SamplingParams(1, max_tokens, stop_ids=(99,)), sink, arrival_s=0
+            request_id,
+            pack_tokens([7, 8]),
+            SamplingParams(1, max_tokens, stop_ids=(99,)),
+            sink,
+            sender=SENDER,
         )
 
 
@@ -169,7 +179,7 @@ async def test_requests_wait_while_the_engine_is_away() -> None:
     assert pair.client.is_ready
     pair.client.detach()
     assert not pair.client.is_ready
-    pair.client.check_room(1)
+    pair.client.check_room(SENDER, (1,))
     pair.submit(sink)
     left, pair.engine = memory_link_pair()
     pair.client.attach(left)
@@ -180,14 +190,14 @@ async def test_requests_wait_while_the_engine_is_away() -> None:
 async def test_a_failed_engine_ends_every_request() -> None:
     pair, sink = Pair(), Recorder()
     with pytest.raises(CapacityError, match="loading"):
-        pair.client.check_room(1)
+        pair.client.check_room(SENDER, (1,))
     pair.say(EngineReady("tp1", 10, 100))
     pair.submit(sink)
     pair.client.fail_all("gone")
     assert sink.end is not None
     assert (sink.end.reason, sink.end.status) == ("error", 503)
     with pytest.raises(CapacityError, match="gone"):
-        pair.client.check_room(1)
+        pair.client.check_room(SENDER, (1,))
 
 
 async def test_a_gap_in_the_sequence_loses_the_link_and_says_so() -> None:
@@ -270,7 +280,7 @@ async def test_over_zeromq_nothing_is_missed(tmp_path: Path) -> None:
             await client.wait_ready()
             sinks = {f"r{i}": Recorder() for i in range(40)}
             for request_id, sink in sinks.items():
-                client.submit(request_id, [1], SamplingParams(3, 50), sink, arrival_s=0)
+                client.submit(request_id, pack_tokens([1]), SamplingParams(3, 50), sink, sender=SENDER)
                 await asyncio.sleep(0)
             for sink in sinks.values():
                 await sink.ended.wait()
@@ -292,7 +302,7 @@ async def test_a_vanished_peer_never_blocks_the_event_loop(tmp_path: Path) -> No
     client.on_link_lost = lost.append
     link = zmq_link(context, f"ipc://{tmp_path}/engine.sock", bind=True, incarnation=1)
     client.attach(link)
-    client.submit("r", [1], SamplingParams(1, 1), Recorder(), arrival_s=0)
+    client.submit("r", pack_tokens([1]), SamplingParams(1, 1), Recorder(), sender=SENDER)
     assert len(lost) == 1
     assert client.live == 1
     link.close()

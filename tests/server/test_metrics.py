@@ -15,6 +15,8 @@ from dynamictp.testing.fake_engine import ScriptedError
 from tests.server.server_stack import Stack, running_stack
 
 FIRST_SET = {
+    "dtp_prompt_tokens_waiting",
+    "dtp_requests_refused",
     "dtp_num_requests_running",
     "dtp_num_requests_waiting",
     "dtp_rows_used",

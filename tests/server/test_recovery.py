@@ -18,6 +18,7 @@ from dynamictp.messages import (
     SubmitRequest,
     SwitchStatus,
     WorkerGone,
+    pack_tokens,
     unpack_tokens,
 )
 from dynamictp.server import recovery as module
@@ -26,7 +27,7 @@ from dynamictp.server.metrics import Metrics
 from dynamictp.server.recovery import Recovery
 from dynamictp.server.switches import SwitchBoard
 from dynamictp.transport import engine_address, memory_link_pair, zmq_link
-from tests.server.test_engine_client import Pair, Recorder, event
+from tests.server.test_engine_client import SENDER, Pair, Recorder, event
 
 
 async def test_requests_wait_for_the_next_engine_and_go_on(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ async def test_requests_wait_for_the_next_engine_and_go_on(tmp_path: Path) -> No
     assert board.get("s0").outcome == "closed"
     assert not recovery.send(WorkerGone(0, 1, "it died too"))
     pair.submit(late, request_id="late")
-    pair.client.submit("cancelled", [1], SamplingParams(1, 1), Recorder(), arrival_s=0)
+    pair.client.submit("cancelled", pack_tokens([1]), SamplingParams(1, 1), Recorder(), sender=SENDER)
     pair.client.cancel("cancelled")
     context = zmq.Context[zmq.Socket[bytes]]()
     address = engine_address(tmp_path, 2)
@@ -124,7 +125,7 @@ async def test_closed_admission_lets_what_runs_finish() -> None:
     pair.submit(sink)
     pair.client.close_admission("stopping")
     with pytest.raises(CapacityError, match="stopping") as refused:
-        pair.client.check_room(1)
+        pair.client.check_room(SENDER, (1,))
     assert refused.value.status == 503
     idle = asyncio.create_task(pair.client.wait_idle())
     await asyncio.sleep(0)

@@ -57,6 +57,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("stop", ["a" * 257], "1 to 256 characters"),
     ("stop", [1], "strings"),
     ("stop", 5, "strings"),
+    ("stop", False, "strings"),
     ("stop_token_ids", [100], "0 to 99"),
     ("stop_token_ids", [-1], "0 to 99"),
     ("stop_token_ids", 3, "an array"),

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamictp.errors import DomainError
-from dynamictp.messages import SamplingParams
+from dynamictp.messages import NO_TOKEN, SamplingParams
 from dynamictp.worker.sampler import choose, log_sum_exp, token_logprobs, uniform
 
 NO_TOKENS = np.array([], np.int32)
@@ -119,10 +118,10 @@ def test_min_p_is_relative_to_the_most_likely() -> None:
     assert np.flatnonzero(frequencies(row, 400, min_p=0.3)).tolist() == [0, 1]
 
 
-def test_undefined_logits_are_an_error() -> None:
-    for bad in (math.nan, math.inf):
-        with pytest.raises(DomainError, match="finite"):
-            choose(logits(1, bad, 2), NO_TOKENS, 0, params())
+def test_undefined_logits_give_no_token_whatever_is_asked_for() -> None:
+    for row in (logits(1, math.nan, 2), logits(1, math.inf, 2), logits(-math.inf, -math.inf)):
+        for asked in (params(), params(temperature=1.0, top_k=1), params(logit_bias=((1, -100.0),))):
+            assert choose(row, NO_TOKENS, 0, asked) == NO_TOKEN
 
 
 def test_uniform_is_counter_based() -> None:
