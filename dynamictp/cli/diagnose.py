@@ -30,13 +30,13 @@ LOOK_S = 1.0
     show_default=True,
     help="how long to watch a server",
 )
-@click.option("--api-key", envvar="DYNAMICTP_API_KEY", help="admin key, where the server wants one")
+@click.option("--admin-key", envvar="DYNAMICTP_ADMIN_KEY", help="admin key, where the server wants one")
 @click.option("--json", "as_json", is_flag=True, help="print figures and findings as JSON")
-def diagnose_command(target: str, seconds: float, api_key: str | None, as_json: bool) -> None:
+def diagnose_command(target: str, seconds: float, admin_key: str | None, as_json: bool) -> None:
     """Say what limits a running server, or the server of a benchmark's result: memory, communication,
     arithmetic, the host, the queue or KV memory, with the evidence and what to try."""
     if target.startswith(("http://", "https://")):
-        looks = watch(target, seconds, api_key)
+        looks = watch(target, seconds, admin_key)
         runs = [(target, figures_of(looks[0], looks[-1], seconds, looks[1:]))]
     else:
         runs = list(read_report(Path(target)))
@@ -54,9 +54,9 @@ def diagnose_command(target: str, seconds: float, api_key: str | None, as_json: 
             show(label, figures, diagnosis)
 
 
-def watch(url: str, seconds: float, api_key: str | None) -> list[dict[str, float]]:
+def watch(url: str, seconds: float, admin_key: str | None) -> list[dict[str, float]]:
     """Looks at `/metrics`, one a second and one at the end. Raises `DynamicTPError`."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     looks: list[dict[str, float]] = []
     with httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S, trust_env=False

@@ -21,11 +21,11 @@ MOST_POINTS = 2500
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--interval", type=click.FloatRange(min=0.2), default=1.0, show_default=True, help="seconds")
 @click.option("--once", is_flag=True, help="print one screen and exit")
-@click.option("--api-key", envvar="DYNAMICTP_API_KEY", help="admin key, where the server wants one")
-def top(url: str, interval: float, once: bool, api_key: str | None) -> None:
+@click.option("--admin-key", envvar="DYNAMICTP_ADMIN_KEY", help="admin key, where the server wants one")
+def top(url: str, interval: float, once: bool, admin_key: str | None) -> None:
     """Watch a running server: devices and domains, degree, traffic, latency, switches and their reasons."""
     console = Console(highlight=False)
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     view = View()
     with httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S, trust_env=False
@@ -66,7 +66,7 @@ def _get(http: httpx.Client, path: str) -> dict[str, Any] | None:
     except httpx.HTTPError as error:
         raise DynamicTPError(f"no answer from {http.base_url}: {error}") from error
     if response.status_code in (401, 403):
-        raise DynamicTPError(f"{http.base_url} wants its admin key: --api-key or DYNAMICTP_API_KEY")
+        raise DynamicTPError(f"{http.base_url} wants its admin key: --admin-key or DYNAMICTP_ADMIN_KEY")
     if response.is_server_error:
         raise DynamicTPError(f"{http.base_url}{path}: status {response.status_code}")
     return None if response.is_error else dict(response.json())
