@@ -144,7 +144,7 @@ def _healthy(figures: Figures, bound: Finding) -> Finding:
 def _kv_full(figures: Figures) -> Finding | None:
     held_back = (
         figures.kv_usage >= KV_FULL_USAGE
-        and figures.waiting >= 1
+        and (figures.waiting >= 1 or figures.refused > 0)
         and figures.running < FULL_ROWS * (figures.rows_total or float("inf"))
     )
     repeated = figures.preemptions >= max(2.0, PREEMPTED_SHARE * figures.prefill_steps)
@@ -158,8 +158,8 @@ def _kv_full(figures: Figures) -> Finding | None:
         )
     if held_back:
         evidence.append(
-            f"{figures.waiting:.1f} requests wait beside free slots ({figures.running:.1f} of "
-            f"{figures.rows_total:.0f} used)"
+            f"{figures.waiting:.1f} requests wait and {figures.refused:.0f} were refused beside free slots "
+            f"({figures.running:.1f} of {figures.rows_total:.0f} used)"
         )
     return Finding(
         Verdict.KV_FULL,
@@ -225,11 +225,13 @@ def _communication(figures: Figures) -> Finding | None:
 
 
 def _queueing(figures: Figures) -> Finding | None:
-    if figures.waiting < 1:
+    if figures.waiting < 1 and not figures.refused:
         return None
     full = figures.rows_total > 0 and figures.running >= FULL_ROWS * figures.rows_total
     queue = figures.queue_s / figures.ttft_s if figures.queue_s and figures.ttft_s else 0.0
     evidence = [f"{figures.waiting:.1f} requests waiting on average"]
+    if figures.refused:
+        evidence.append(f"{figures.refused:.0f} requests refused: they would have waited too long")
     if full:
         evidence.append(f"all slots in use: {figures.running:.1f} of {figures.rows_total:.0f}")
     if queue >= QUEUE_SHARE and figures.ttft_s is not None:

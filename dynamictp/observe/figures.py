@@ -25,6 +25,8 @@ class Figures:
     kv_usage: float = 0.0
     """Of the fullest domain's pages, the largest seen."""
     preemptions: float = 0.0
+    refused: float = 0.0
+    """Requests sent away because they would have waited too long."""
     decode_steps: float = 0.0
     prefill_steps: float = 0.0
     decode: Mapping[str, float] = field(default_factory=dict)
@@ -93,6 +95,7 @@ def figures_of(
         rows_total=last.total("dtp_rows_total"),
         kv_usage=max(look.total("dtp_kv_cache_usage_ratio") for look in (first, *seen, last)),
         preemptions=delta.total("dtp_preemptions_total"),
+        refused=delta.total("dtp_requests_refused_total"),
         decode_steps=delta.total("dtp_steps_total", phase="decode"),
         prefill_steps=delta.total("dtp_steps_total", phase="prefill"),
         decode=delta.by("dtp_step_seconds_total", "part", phase="decode"),

@@ -152,6 +152,13 @@ def test_a_single_preemption_is_no_want_of_memory() -> None:
     assert diagnose(replace(OVERLOADED, preemptions=5, kv_usage=0.6)).verdict is Verdict.KV_FULL
 
 
+def test_refused_requests_are_a_queue_that_is_not_seen() -> None:
+    refusing = replace(OVERLOADED, waiting=0.2, refused=30)
+    assert diagnose(refusing).verdict is Verdict.QUEUEING
+    assert "30 requests refused" in diagnose(refusing).findings[0].evidence[1]
+    assert diagnose(replace(refusing, running=2, kv_usage=1.0)).verdict is Verdict.KV_FULL
+
+
 def test_every_verdict_has_its_headline() -> None:
     assert set(HEADLINES) == set(Verdict)
 
