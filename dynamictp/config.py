@@ -53,6 +53,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_waiting_tokens: int = 16_000_000
     max_wait_s: float = 1.5
     request_timeout_s: float = 0.0
+    metrics_alias: Literal["", "vllm"] = ""
+    otlp_traces_endpoint: str = ""
     served_model_name: str = ""
     chat_template: str = ""
     generation_config: Literal["", "auto"] = ""

@@ -9,10 +9,13 @@ import click
 from dynamictp import __version__
 from dynamictp.cli.bench import bench
 from dynamictp.cli.calibrate import calibrate
+from dynamictp.cli.diagnose import diagnose_command
+from dynamictp.cli.export import export
 from dynamictp.cli.layout import layout
 from dynamictp.cli.lease import lease
 from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
+from dynamictp.cli.top import top
 from dynamictp.errors import DynamicTPError, FatalError
 
 INTERRUPTED = 130
@@ -30,6 +33,9 @@ cli.add_command(lease)
 cli.add_command(plan)
 cli.add_command(calibrate)
 cli.add_command(bench)
+cli.add_command(diagnose_command)
+cli.add_command(export)
+cli.add_command(top)
 
 
 def main() -> None:

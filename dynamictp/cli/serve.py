@@ -41,6 +41,8 @@ HELP = {
     "max_waiting_tokens": "most prompt tokens that wait",
     "max_wait_s": "longest predicted wait before a prompt begins, beyond which it is refused; 0: no limit",
     "request_timeout_s": "seconds after which a request is given up; it may ask for less (default: never)",
+    "metrics_alias": "show metrics a second time under the names of another server, for its dashboards",
+    "otlp_traces_endpoint": "URL that traces go to, such as http://127.0.0.1:4318/v1/traces (default: none)",
     "served_model_name": "name of the model in the API",
     "chat_template": "file with a Jinja chat template that replaces the model's",
     "generation_config": "auto: take sampling defaults from the model",

@@ -67,7 +67,7 @@ class Admission:
         self._state = RouteState()
         self.sides: Sides = _NoSides()
 
-    def admit(self, waiting: WaitingQueue) -> None:
+    def admit(self, waiting: WaitingQueue, now: float) -> None:
         """Give domains as many waiting requests as their next step can start on."""
         if not waiting:
             return
@@ -88,6 +88,7 @@ class Admission:
                 skipped += 1
                 continue
             self._bind(request, domain, hits)
+            request.admitted_s = request.admitted_s or now
             waiting.take(request)
             backlog[domain] += len(request.tokens) - request.planned
 

@@ -33,6 +33,11 @@ class BlockPool:
         return self._cache.idle
 
     @property
+    def evictions(self) -> int:
+        """Blocks that the prefix cache gave up since the start."""
+        return self._cache.evictions
+
+    @property
     def available(self) -> int:
         return self._pages.free_blocks + self._cache.idle
 

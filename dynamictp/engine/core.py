@@ -187,7 +187,7 @@ class EngineCore:
             self._next_look_s = now + LOOK_S
             self._look(now)
         self.layouts.advance()
-        self._admission.admit(self.book.waiting)
+        self._admission.admit(self.book.waiting, now)
         for domain, sharers in self._turns.order(self._live()):
             while self._turns.may_plan(domain, sharers) and self._plan(domain, alone=not sharers):
                 pass

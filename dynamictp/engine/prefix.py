@@ -38,6 +38,7 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.idle = 0
+        self.evictions = 0
         self._blocks: dict[bytes, Block] = {}
         # (time of use, tie-break, block) of idle leaves. Entries go stale when a block is used again or gets
         # a child; they are recognised when popped.
@@ -128,6 +129,7 @@ class PrefixCache:
             del self._blocks[block.key]
             block.key, block.trial = None, False
             self.idle -= 1
+            self.evictions += 1
             parent, block.parent = block.parent, None
             if parent is not None:
                 parent.children -= 1

@@ -56,11 +56,11 @@ class Request:
     """
 
     __slots__ = (
-        "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at", "crashes",
-        "deadline_s", "detach", "domain", "entered", "finished", "group", "handovers", "id", "in_flight",
-        "keys", "limit", "model", "pending", "planned", "priority", "prompt_len", "prompts_from",
-        "recomputes", "resumed", "row", "sampling", "sent_blocks", "served", "shadow", "stop_ids", "tenant",
-        "tokens", "tp_max", "tp_min",
+        "admitted_s", "age", "arrival_s", "attempt", "blocks", "cached_tokens", "computed", "crashed_at",
+        "crashes", "deadline_s", "detach", "domain", "entered", "finished", "group", "handovers", "id",
+        "in_flight", "keys", "limit", "model", "pending", "planned", "priority", "prompt_len",
+        "prompts_from", "recomputes", "resumed", "row", "sampling", "sent_blocks", "served", "shadow",
+        "stop_ids", "tenant", "tokens", "tp_max", "tp_min",
     )  # fmt: skip
 
     def __init__(self, message: SubmitRequest, age: int, max_len: int) -> None:
@@ -79,6 +79,8 @@ class Request:
         self.tenant, self.group = message.tenant, message.group or message.request_id
         self.priority = message.priority
         self.arrival_s = message.arrival_s
+        self.admitted_s = 0.0
+        """When a domain first took it; 0 while none did."""
         self.deadline_s = message.deadline_s
 
         self.domain: Domain | None = None
@@ -86,8 +88,7 @@ class Request:
         self.blocks: list[Block] = []
         self.sent_blocks = -1
         """Blocks the workers know of; -1 while they do not know the row."""
-        self.planned = 0
-        self.computed = 0
+        self.planned = self.computed = 0
         self.in_flight = 0
         self.pending = 0
         """Tokens that steps in flight will sample."""
@@ -109,10 +110,8 @@ class Request:
 
         self.served: ServedBy | None = None
         """Where its latest step ran; None when that has to be made anew."""
-        self.tp_min = 0
-        self.tp_max = 0
-        self.handovers = 0
-        self.recomputes = 0
+        self.tp_min = self.tp_max = 0
+        self.handovers = self.recomputes = 0
         self.crashes = 0
         """Domains that failed while it ran, one after the other, without getting on in between."""
         self.crashed_at = 0

@@ -18,6 +18,7 @@ from dynamictp.messages import (
     CancelRequest,
     Outputs,
     PromptLogprobs,
+    Queued,
     RequestEnd,
     RowPromptLogprobs,
     RowToken,
@@ -58,6 +59,7 @@ class RequestBook:
         self._tokens: list[TokenEvent] = []
         self._ends: list[RequestEnd] = []
         self._prompts: list[PromptLogprobs] = []
+        self._queued: list[Queued] = []
 
     # ------------------------------------------------------------ from the server
 
@@ -119,8 +121,8 @@ class RequestBook:
         """Everything since the last call, in order; None for nothing."""
         if not (self._tokens or self._ends or self._prompts):
             return None
-        outputs = Outputs(tuple(self._tokens), tuple(self._ends), tuple(self._prompts))
-        self._tokens, self._ends, self._prompts = [], [], []
+        outputs = Outputs(tuple(self._tokens), tuple(self._ends), tuple(self._prompts), tuple(self._queued))
+        self._tokens, self._ends, self._prompts, self._queued = [], [], [], []
         return outputs
 
     # ------------------------------------------------------------ results
@@ -179,6 +181,9 @@ class RequestBook:
             request.shadow.tokens.append(token.token)
             request.shadow.logprobs.append(token.logprobs.logprob if token.logprobs else 0.0)
         else:
+            if not position:
+                waited_s = max(0.0, request.admitted_s - request.arrival_s)
+                self._queued.append(Queued(request.id, request.attempt, waited_s))
             self._tokens.append(
                 TokenEvent(request.id, request.attempt, position, token.token, served, token.logprobs)
             )

@@ -153,6 +153,8 @@ def make_snapshot(
         prefix_hits=prefix[0],
         prefix_queries=prefix[1],
         preemptions=book.preemptions,
+        prefix_evictions=pool.evictions,
+        rows_limit=sum(d.max_rows for d in fleet.domains.values() if d.state == "serving"),
         max_model_len=max_model_len,
         step_engine_us=step_engine_us,
         steps=steps,

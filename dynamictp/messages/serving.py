@@ -123,12 +123,21 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     entries: tuple[TokenLogprobs, ...]
 
 
+class Queued(msgspec.Struct, frozen=True, array_like=True):
+    """How long a request waited for a domain, in seconds. Sent with its first token."""
+
+    request_id: str
+    attempt: int
+    seconds: float
+
+
 class Outputs(Message, frozen=True):
     """What one turn of the engine produced, in order: log-probabilities of prompts, tokens, ends."""
 
     tokens: tuple[TokenEvent, ...] = ()
     ends: tuple[RequestEnd, ...] = ()
     prompts: tuple[PromptLogprobs, ...] = ()
+    queued: tuple[Queued, ...] = ()
 
 
 class SwitchStatus(Message, frozen=True):
@@ -217,6 +226,9 @@ class Snapshot(Message, frozen=True):
     step_engine_us: float = 0.0
     """Median processor time of the engine per step over the last steps, in microseconds."""
     steps: tuple[StepTotals, ...] = ()
+    prefix_evictions: int = 0
+    rows_limit: int = 0
+    """Most requests that the serving domains run at once, if their pages allow."""
     placed: str = ""
     """The observed layout with its devices: also those whose domain is being built again."""
     queue: Waiting = Waiting()

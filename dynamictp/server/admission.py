@@ -23,12 +23,11 @@ from dynamictp.control.admission import (
 )
 from dynamictp.errors import CapacityError
 from dynamictp.messages import Snapshot
+from dynamictp.observe.requests import LONG_PROMPT_TOKENS
 from dynamictp.server.sender import Sender
 
 PromptClass = Literal["short", "long"]
 
-LONG_PROMPT_TOKENS = 512
-"""From here on a prompt is of the class `long`: it takes steps of its own."""
 CLASS_SHARE = 0.75
 TENANT_SHARE = 0.5
 """Shares of the queue that prompts of one class, and one tenant, may fill when there are several tenants."""

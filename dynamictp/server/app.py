@@ -20,6 +20,7 @@ from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
 from dynamictp.server.control_routes import ControlRoutes
 from dynamictp.server.engine_client import CLOSED_RETRY_S
+from dynamictp.server.observe_routes import ObserveRoutes
 from dynamictp.server.openai_routes import OpenAIRoutes
 from dynamictp.server.openapi import openapi
 from dynamictp.server.service import Service
@@ -59,6 +60,7 @@ def create_app(
         Route("/openapi.json", description, methods=["GET"]),
         *(OpenAIRoutes(service).routes() if api else ()),
         *((*AdminRoutes(service).routes(), *ControlRoutes(service).routes()) if admin else ()),
+        *(ObserveRoutes(service).routes() if admin else ()),
         *(AdminRoutes(service).public() if access and access.public_metrics and not admin else ()),
     ]
     app = FastAPI(

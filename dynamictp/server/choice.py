@@ -14,7 +14,7 @@ import msgspec
 
 from dynamictp.messages import PromptLogprobs, ServedBy, TokenEvent, TokenLogprobs
 from dynamictp.model.tokenizer import IncrementalDecoder, Tokenizer
-from dynamictp.server.engine_client import Ended, SinkFull, merge_served
+from dynamictp.server.live_request import Ended, SinkFull, merge_served
 from dynamictp.server.stop import StopScanner, StopSet
 
 FinishReason = Literal["stop", "length"]
@@ -124,6 +124,13 @@ class Choice:
         self._finish("length" if self._rules.max_tokens == 0 else end.reason)
 
     # ------------------------------------------------------------ for the response
+
+    @property
+    def end(self) -> str:
+        """How it ended, for logs and traces."""
+        if self.failure is not None:
+            return "error"
+        return self.finish_reason or "cancelled"
 
     @property
     def served(self) -> ServedBy | None:

@@ -155,7 +155,7 @@ class ControlPlane:
         self.journal.add(seen, decision, self._state)
         if working and self.journal.error is not None:
             log.warning("the journal's file is given up: %s", self.journal.error)
-        self._metrics.plane.on_decision(decision)
+        self._metrics.plane.on_decision(decision, self._state.online.ratios)
         if decision.target is not None or last is None or decision.alarms != last.alarms:
             figures = ", ".join(f"{name} {value:g}" for name, value in decision.figures.items())
             log.info(

@@ -8,32 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from dynamictp.clock import Clock
-from dynamictp.errors import CapacityError, DynamicTPError
+from dynamictp.errors import CapacityError
 from dynamictp.messages import (
     Body,
     CancelRequest,
     EngineReady,
     Outputs,
     PromptLogprobs,
+    Queued,
     RequestEnd,
     SamplingParams,
-    ServedBy,
     Snapshot,
     SubmitRequest,
     SwitchStatus,
     TokenEvent,
     WorkerLost,
 )
+from dynamictp.observe.requests import failure_of
+from dynamictp.observe.tracing import Tracer
 from dynamictp.server.admission import AdmissionControl, Waiting, class_of
 from dynamictp.server.engine_link import EngineLink
+from dynamictp.server.live_request import (
+    TOKEN_BYTES,
+    Ended,
+    LiveRequest,
+    Sink,
+    SinkFull,
+    finished,
+    merge_served,
+)
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.sender import Sender
 from dynamictp.server.traffic import Traffic
@@ -43,62 +52,8 @@ log = logging.getLogger(__name__)
 
 _M = TypeVar("_M")
 
-TOKEN_BYTES = 4
 CLOSED_RETRY_S = 10
 """When a client may try again that a stopping server refused: its successor may be up by then."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Why a request will get no more tokens. `status` is an HTTP status, for reason `error`."""
-
-    reason: Literal["stop", "length", "error"]
-    cached_tokens: int = 0
-    message: str = ""
-    status: int = 500
-
-
-class SinkFull(DynamicTPError):
-    """Nobody takes what a sink keeps: its request is to end."""
-
-
-class Sink(Protocol):
-    """Receives one request's output, in order, in the event loop's thread. Must not block, nor raise anything
-    but `SinkFull`."""
-
-    def on_token(self, event: TokenEvent) -> bool:
-        """True when the request needs no further token: it is then cancelled in the engine."""
-        ...
-
-    def on_prompt_logprobs(self, part: PromptLogprobs) -> None: ...
-
-    def on_end(self, end: Ended) -> None: ...
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A request in the engine. `emitted` holds every output token the sink was given."""
-
-    request_id: str
-    prompt: bytes
-    """Token ids as 32-bit integers."""
-    sampling: SamplingParams
-    sender: Sender
-    group: str
-    sink: Sink
-    waiting: Waiting | None
-    """Its entry in the backlog, until its first token."""
-    attempt: int = 1
-    emitted: array[int] = field(default_factory=lambda: array("I"))
-    past: ServedBy | None = None
-    """What earlier attempts went through."""
-    served: ServedBy | None = None
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt) // TOKEN_BYTES
 
 
 class EngineClient:
@@ -135,6 +90,8 @@ class EngineClient:
         self._idle = asyncio.Event()
         self.dropped_events = 0
         """Token events that were late, repeated or out of order."""
+        self.tracer: Tracer | None = None
+        """Told of HTTP requests when they end, if traces are wanted."""
         self.traffic: Traffic | None = None
         """Told what the planner has to know, if there is one."""
         self.on_snapshot: Callable[[], None] = lambda: None
@@ -245,6 +202,7 @@ class EngineClient:
         waiting = Waiting(sender, len(prompt) // TOKEN_BYTES, group or request_id, predicted_s)
         live = LiveRequest(request_id, prompt, sampling, sender, waiting.group, sink, waiting)
         self._live[request_id] = live
+        self._metrics.requests.on_arrival()
         self._admission.backlog.add(waiting)
         if self.traffic is not None:
             self.traffic.arrived(live.prompt_len)
@@ -256,6 +214,7 @@ class EngineClient:
         live = self._remove(request_id)
         if live is not None:
             self.send(CancelRequest(request_id, live.attempt))
+            self._metrics.requests.on_failure("cancelled")
 
     def resubmit_all(self) -> None:
         """After an engine restart: send every live request again, with what it emitted, as a new attempt."""
@@ -329,12 +288,17 @@ class EngineClient:
             live = self._current(part)
             if live is not None:
                 self._guarded(live, live.sink.on_prompt_logprobs, part)
+        for queued in outputs.queued:
+            live = self._current(queued)
+            if live is not None and not live.emitted:
+                live.queued_s = queued.seconds
+                self._metrics.requests.on_queued(queued.seconds)
         for event in outputs.tokens:
             self._on_token(event, now)
         for end in outputs.ends:
             self._on_end(end)
 
-    def _current(self, message: PromptLogprobs | TokenEvent | RequestEnd) -> LiveRequest | None:
+    def _current(self, message: PromptLogprobs | Queued | TokenEvent | RequestEnd) -> LiveRequest | None:
         live = self._live.get(message.request_id)
         return live if live is not None and message.attempt == live.attempt else None
 
@@ -354,10 +318,12 @@ class EngineClient:
             self._first_token(live, now)
         if self._guarded(live, live.sink.on_token, event):
             self.send(CancelRequest(live.request_id, live.attempt))
-            self._forget(live, "stop")
+            self._forget(live, Ended("stop"))
 
     def _first_token(self, live: LiveRequest, now: float) -> None:
         live.first_token_s = now
+        sender = live.sender
+        self._metrics.requests.on_first_token(live.prompt_len, now - sender.arrival_s, sender.tenant)
         if live.waiting is not None:
             self._admission.pace.first_token(live.waiting, self._admission.backlog.tokens)
             self._no_longer_waits(live)
@@ -382,16 +348,19 @@ class EngineClient:
         self._retire(live, ended)
 
     def _retire(self, live: LiveRequest, ended: Ended) -> None:
-        self._forget(live, ended.reason)
+        self._forget(live, ended)
         self._guarded(live, live.sink.on_end, ended)
 
-    def _forget(self, live: LiveRequest, reason: str) -> None:
-        if self._remove(live.request_id) is not None and reason != "error":
-            tp = live.served.tp if live.served is not None else 0
-            self._metrics.on_finish(reason, tp, self._clock.now() - live.sender.arrival_s)
-            self._admission.pace.finished(len(live.emitted))
-            if self.traffic is not None:
-                self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
+    def _forget(self, live: LiveRequest, ended: Ended) -> None:
+        if self._remove(live.request_id) is None:
+            return
+        if ended.reason == "error":
+            self._metrics.requests.on_failure(failure_of(ended.status))
+            return
+        self._metrics.requests.on_finish(finished(live, ended, self._clock.now()))
+        self._admission.pace.finished(len(live.emitted))
+        if self.traffic is not None:
+            self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)
@@ -420,18 +389,5 @@ class EngineClient:
     def _give_up(self, live: LiveRequest, ended: Ended) -> None:
         if self._remove(live.request_id) is not None:
             self.send(CancelRequest(live.request_id, live.attempt))
+            self._metrics.requests.on_failure(failure_of(ended.status))
             live.sink.on_end(ended)
-
-
-def merge_served(past: ServedBy | None, served: ServedBy | None) -> ServedBy | None:
-    """What a request went through over two attempts; the place is that of the later one."""
-    if past is None or served is None:
-        return served if past is None else past
-    return ServedBy(
-        domain=served.domain,
-        tp=served.tp,
-        tp_min=min(past.tp_min, served.tp_min),
-        tp_max=max(past.tp_max, served.tp_max),
-        handovers=past.handovers + served.handovers,
-        recomputes=past.recomputes + served.recomputes,
-    )

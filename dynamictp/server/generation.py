@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -10,8 +11,10 @@ import msgspec
 from dynamictp.errors import DynamicTPError
 from dynamictp.messages import SamplingParams, unpack_tokens
 from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.observe.tracing import ChoiceTrace, RequestTrace
 from dynamictp.server.choice import Choice, TextRules
-from dynamictp.server.engine_client import TOKEN_BYTES, EngineClient
+from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.live_request import TOKEN_BYTES, LiveRequest
 from dynamictp.server.schema import PromptTokensDetails, Served, ServedChoice, Usage
 from dynamictp.server.sender import Sender
 
@@ -74,6 +77,7 @@ class Generation:
         self.job = job
         self._changed = asyncio.Event()
         self._abandoned = False
+        self._live: list[LiveRequest] = []
         self.choices: tuple[Choice, ...] = tuple(
             Choice(
                 f"{job.id}-{p * job.n + i}",
@@ -98,7 +102,7 @@ class Generation:
         for index, choice in enumerate(self.choices):
             prompt = self.prompt_of(index)
             seed = (prompt.seed + index % self.job.n) % SEEDS
-            self._client.submit(
+            live = self._client.submit(
                 choice.request_id,
                 prompt.packed,
                 msgspec.structs.replace(prompt.sampling, seed=seed),
@@ -108,6 +112,7 @@ class Generation:
                 # Later prompts of a list wait for their turn: that says nothing about the speed.
                 predicted_s=None if index else predicted_s,
             )
+            self._live.append(live)
 
     def abandon(self) -> None:
         """The HTTP client has gone: wakes the waiting task."""
@@ -141,6 +146,17 @@ class Generation:
     def ended(self) -> bool:
         return all(choice.ended for choice in self.choices)
 
+    def trace(self, request_id: str, path: str, headers: Mapping[str, str]) -> None:
+        """Tell the tracer, if there is one, what became of it."""
+        tracer = self._client.tracer
+        if tracer is None:
+            return
+        job = self.job
+        choices = [
+            _choice_trace(choice, live) for choice, live in zip(self.choices, self._live, strict=False)
+        ]
+        tracer.request(RequestTrace(request_id, path, job.sender.arrival_s, job.stream, choices, headers))
+
     def usage(self) -> Usage:
         """Token counts; a prompt counts once, however many choices it has."""
         prompt = sum(map(len, self.job.prompts))
@@ -160,6 +176,20 @@ class Generation:
                     (b"x-dynamictp-tp", str(choice.served.tp).encode()),
                 ]
         return []
+
+
+def _choice_trace(choice: Choice, live: LiveRequest) -> ChoiceTrace:
+    return ChoiceTrace(
+        id=choice.request_id,
+        arrival_s=live.sender.arrival_s,
+        queued_s=live.queued_s,
+        first_token_s=live.first_token_s,
+        last_token_s=live.last_token_s,
+        prompt_tokens=live.prompt_len,
+        output_tokens=len(live.emitted),
+        end=choice.end,
+        served=choice.served,
+    )
 
 
 def _max_unread(job: Job, prompt: PromptTokens) -> int:

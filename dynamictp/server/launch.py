@@ -24,6 +24,8 @@ from dynamictp.model.chat import ChatTemplate, template_from_file
 from dynamictp.model.load import open_model
 from dynamictp.model.source import ModelSource
 from dynamictp.model.weights import plan_weights
+from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
+from dynamictp.observe.tracing import open_tracer
 from dynamictp.server.admission import QueueLimits
 from dynamictp.server.keys import KeyRings
 from dynamictp.server.machine import available_memory_bytes, usable_cores
@@ -115,6 +117,8 @@ class _Launch:
             await ports.stop()
             service.client.detach()
             await supervisor.stop()
+            if service.client.tracer is not None:
+                await asyncio.to_thread(service.client.tracer.close)
         return interrupted.result()
 
     async def _serve(
@@ -187,7 +191,7 @@ class _Launch:
         def device_info() -> dict[int, DeviceInfo]:
             return {d: DeviceInfo(plan.cores[d], supervisor.pid(d)) for d in range(plan.devices)}
 
-        return Service.create(
+        service = Service.create(
             model=config.model_name,
             tokenizer=source.tokenizer(),
             template=_template(config, source),
@@ -206,6 +210,17 @@ class _Launch:
             tenants=lambda: self._keys.tenants,
             on_worker_lost=lambda lost: supervisor.kill_worker(lost.device, lost.incarnation, lost.reason),
         )
+        service.metrics.machine = MachineMetrics(
+            MachineSources(
+                processes=lambda: {"server": os.getpid(), "engine": supervisor.engine_pid},
+                devices=lambda: {d: Placed(supervisor.pid(d), plan.cores[d]) for d in range(plan.devices)},
+            )
+        )
+        if config.otlp_traces_endpoint:
+            service.trace_with(open_tracer(config.otlp_traces_endpoint, service.clock, service.model))
+        if config.metrics_alias:
+            service.metrics.alias_model = service.model
+        return service
 
 
 class StopSignals:

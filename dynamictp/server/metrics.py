@@ -1,60 +1,56 @@
 """Prometheus metrics of a server, collected at scrape time.
 
-The hot path only adds to plain numbers; families are built when `/metrics` is read. One thread.
-Bucket bounds of the latency histograms are those that OpenTelemetry recommends for generative AI servers.
+The hot path only adds to plain numbers; families are built when `/metrics` is read. One thread. Every help
+text ends with the question that the metric answers.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dynamictp.clock import Clock, SystemClock
 from dynamictp.control.admission import REASONS
 from dynamictp.layout import PlacedShape, Shape
 from dynamictp.messages import DomainStatus, Snapshot, StepTotals, SwitchStatus
+from dynamictp.observe.aliases import vllm_aliases
+from dynamictp.observe.families import (
+    PHASE_S,
+    TPOT_S,
+    TTFT_S,
+    Histogram,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    histogram,
+)
+from dynamictp.observe.history import History, kv_usage
+from dynamictp.observe.machine import MachineMetrics
+from dynamictp.observe.requests import RequestMetrics
 from dynamictp.server.admission import AdmissionControl
 from dynamictp.server.plane_metrics import PlaneMetrics
 
-TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-E2E_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-PHASE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
+OUTCOMES = ("committed", "noop", "failed", "cancelled", "rolled_back")
+"""Ends of switches; a closed one counts as committed."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Histogram:
-    """Counts per bucket, upper bounds inclusive."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """`(upper bound, observations up to it)` pairs and the sum, as the exposition format wants them."""
-        total = 0
-        pairs: list[tuple[str, float]] = []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            pairs.append(("+Inf" if bound == float("inf") else str(float(bound)), total))
-        return pairs, self._sum
 
 
 class Metrics(Collector):
     """Everything `/metrics` shows. Fed by the engine client, read by `render`."""
 
-    def __init__(self, pool: str = "default", admission: AdmissionControl | None = None) -> None:
+    def __init__(
+        self,
+        pool: str = "default",
+        admission: AdmissionControl | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._pool = pool
         self._admission = admission
         self._snapshot: Snapshot | None = None
@@ -62,15 +58,21 @@ class Metrics(Collector):
         """Domain id → placed shape, the label of per-domain series."""
         self._pending_tokens: Counter[str] = Counter()
         self._domain_tokens: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter({"stop": 0, "length": 0})
         self._switches: Counter[tuple[str, str, str, str]] = Counter()
         self._phases: dict[str, Histogram] = {}
         self._switch_seen: dict[str, set[str]] = {}
+        self._outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._open: set[str] = set()
+        self._moved: Counter[str] = Counter({"handover": 0, "recompute": 0})
         self._ttft = Histogram(TTFT_S)
         self._itl = Histogram(TPOT_S)
-        self._e2e = Histogram(E2E_S)
-        self._degree = Histogram(DEGREES)
+        self.requests = RequestMetrics()
+        self.machine = MachineMetrics()
         self.plane = PlaneMetrics()
+        self.alias_model = ""
+        """The model's name while its metrics are shown under the `vllm:` names too."""
+        self.history = History(clock or SystemClock(), time.time)
+        self.tokens_total = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -83,14 +85,8 @@ class Metrics(Collector):
     def on_token(self, domain: str, seconds: float, *, first: bool) -> None:
         """A token reached the server, `seconds` after the one before it, or after the request's arrival."""
         self._pending_tokens[domain] += 1
+        self.tokens_total += 1
         (self._ttft if first else self._itl).observe(seconds)
-
-    def on_finish(self, reason: str, tp: int, seconds: float) -> None:
-        """A request finished with `reason` stop or length, last served at degree `tp` (0: by none)."""
-        self._finished[reason] += 1
-        self._e2e.observe(seconds)
-        if tp:
-            self._degree.observe(tp)
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         # A restarted engine numbers its domains anew: count under the old names first.
@@ -100,6 +96,16 @@ class Metrics(Collector):
             self._placed[domain.id] = placed_label(domain)
         while len(self._placed) > 1024:
             self._placed.pop(next(iter(self._placed)))
+        self.history.look(snapshot, self)
+
+    @property
+    def arrivals_total(self) -> int:
+        return self.requests.arrivals
+
+    @property
+    def latencies(self) -> tuple[Histogram, ...]:
+        """TTFT of each class, then the time between tokens."""
+        return (*self.requests.ttft.values(), self._itl)
 
     def on_switch(self, status: SwitchStatus) -> None:
         """Each switch counts once, at its first outcome; each of its phases once."""
@@ -108,12 +114,20 @@ class Metrics(Collector):
             if phase not in seen:
                 seen.add(phase)
                 self._phases.setdefault(phase, Histogram(PHASE_S)).observe(milliseconds / 1000)
+        (self._open.discard if status.outcome else self._open.add)(status.switch_id)
         if status.outcome and "outcome" not in seen:
             seen.add("outcome")
             outcome = "committed" if status.outcome == "closed" else status.outcome
             self._switches[status.from_layout, status.to_layout, status.reason, outcome] += 1
+            self._outcomes[outcome] += 1
+        if status.outcome == "closed" and "closed" not in seen:
+            seen.add("closed")
+            self._moved["handover"] += status.handovers
+            self._moved["recompute"] += status.recomputes
         while len(self._switch_seen) > 256:
-            self._switch_seen.pop(next(iter(self._switch_seen)))
+            oldest = next(iter(self._switch_seen))
+            self._switch_seen.pop(oldest)
+            self._open.discard(oldest)
 
     def _settle_tokens(self) -> None:
         """Move counts to their placed shape. Tokens of a domain not yet in a snapshot wait for the next."""
@@ -124,44 +138,138 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         self._settle_tokens()
-        yield from self._collect_engine()
-        yield from self._collect_steps()
-        yield from self._collect_requests()
-        yield from self._collect_admission()
-        yield from self._collect_switches()
-        yield from self.plane.collect()
+        ours = list(self._collect_all())
+        yield from ours
+        if self.alias_model:
+            yield from vllm_aliases(ours, self.alias_model)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to declare ahead: the registry must not collect at registration."""
         return ()
 
+    def _collect_all(self) -> Iterator[Metric]:
+        yield from self._collect_engine()
+        yield from self._collect_cache()
+        yield from self._collect_domains()
+        yield from self._collect_steps()
+        yield from self._collect_tokens()
+        yield from self.requests.collect()
+        yield from self._collect_admission()
+        yield from self._collect_switches()
+        yield from self.plane.collect()
+        yield from self.machine.collect()
+
     def _collect_engine(self) -> Iterator[Metric]:
         now = self._snapshot
-        yield _gauge("dtp_num_requests_running", "Requests being computed", now.running if now else 0)
-        yield _gauge("dtp_num_requests_waiting", "Requests in the waiting queue", now.waiting if now else 0)
-        yield _gauge("dtp_rows_used", "Slots of workers in use", now.rows_used if now else 0)
-        used = GaugeMetricFamily("dtp_kv_pages_used", "KV pages referenced", labels=["device"])
-        total = GaugeMetricFamily("dtp_kv_pages_total", "KV pages of the arena", labels=["device"])
-        for device in now.devices if now else ():
-            used.add_metric([str(device.id)], device.kv_pages_used)
-            total.add_metric([str(device.id)], device.kv_pages_total)
-        yield used
-        yield total
-        degree = GaugeMetricFamily(
-            "dtp_tp_degree", "Widest tensor-parallel degree that serves now", labels=["pool"]
+        running, waiting = (now.running, now.waiting) if now else (0, 0)
+        limit = now.rows_limit if now else 0
+        yield gauge("dtp_num_requests_running", "Requests being computed. How busy is the server?", running)
+        yield gauge(
+            "dtp_num_requests_waiting",
+            "Requests in the waiting queue. Is there more than can run?",
+            waiting,
         )
-        serving = [d.tp for d in now.domains if d.state == "serving"] if now else []
+        yield gauge(
+            "dtp_rows_used", "Slots of workers in use. How full is the batch?", now.rows_used if now else 0
+        )
+        yield gauge("dtp_rows_total", "Slots of the serving domains. How large can the batch get?", limit)
+        wanted = min(running + waiting, limit)
+        yield gauge(
+            "dtp_batch_efficiency_ratio",
+            "Requests running / those that could run: all there are, up to the slots. 1 when nobody waits. "
+            "Do requests wait beside free slots (for pages, or for a switch)?",
+            min(1.0, running / wanted) if wanted else 1.0,
+        )
+        yield counter(
+            "dtp_preemptions",
+            "Requests put back into the queue for want of pages. Is KV memory too small?",
+            now.preemptions if now else 0,
+        )
+
+    def _collect_cache(self) -> Iterator[Metric]:
+        now = self._snapshot
+        devices = now.devices if now else ()
+        yield gauges(
+            "dtp_kv_pages_used",
+            "KV pages referenced. Where is the context?",
+            "device",
+            {str(device.id): device.kv_pages_used for device in devices},
+        )
+        yield gauges(
+            "dtp_kv_pages_total",
+            "KV pages of the arena. How much context fits?",
+            "device",
+            {str(device.id): device.kv_pages_total for device in devices},
+        )
+        yield gauge(
+            "dtp_kv_cache_usage_ratio",
+            "KV pages held / allowed, in the fullest serving domain. How near are preemptions?",
+            kv_usage(now) if now else 0.0,
+        )
+        yield gauge(
+            "dtp_kv_pages_cached",
+            "KV pages that only the prefix cache holds. How much is kept for later?",
+            now.pages_cached if now else 0,
+        )
+        yield counter(
+            "dtp_prefix_cache_queries",
+            "Tokens looked for in the prefix cache. How much prompt work is there?",
+            now.prefix_queries if now else 0,
+        )
+        yield counter(
+            "dtp_prefix_cache_hits",
+            "Tokens found in the prefix cache. How much of it was saved?",
+            now.prefix_hits if now else 0,
+        )
+        yield counter(
+            "dtp_prefix_cache_evictions",
+            "Blocks that the prefix cache gave up for room. Would more memory save prompt work?",
+            now.prefix_evictions if now else 0,
+        )
+
+    def _collect_domains(self) -> Iterator[Metric]:
+        now = self._snapshot
+        domains = now.domains if now else ()
+        degree = GaugeMetricFamily(
+            "dtp_tp_degree",
+            "Widest tensor-parallel degree that serves now. What does the layout say? (What requests got: "
+            "dtp_request_tp_degree.)",
+            labels=["pool"],
+        )
+        serving = [d.tp for d in domains if d.state == "serving"]
         degree.add_metric([self._pool], max(serving, default=0))
         yield degree
+        running: Counter[str] = Counter()
+        for domain in domains:
+            running[placed_label(domain)] += domain.running
+        yield gauges(
+            "dtp_domain_requests_running",
+            "Requests being computed, by domain, draining ones too. Where do requests run?",
+            "domain",
+            running,
+        )
+        states = Counter({"preparing": 0, "serving": 0, "draining": 0, "failed": 0})
+        states.update(d.state for d in domains)
+        yield gauges("dtp_domains", "Domains by state. Does something drain or fail?", "state", states)
+        yield counters(
+            "dtp_device_busy_seconds",
+            "Time a device spent in steps, waits for peers included. How loaded is each device?",
+            ["device"],
+            (((str(device.id),), device.busy_s) for device in (now.devices if now else ())),
+        )
 
     def _collect_steps(self) -> Iterator[Metric]:
         now = self._snapshot
         steps = CounterMetricFamily(
-            "dtp_steps", "Steps, by degree; a decode step computes no prompt token", labels=["tp", "phase"]
+            "dtp_steps",
+            "Steps, by degree; a decode step computes no prompt token. How many tokens share a step?",
+            labels=["tp", "phase"],
         )
         seconds = CounterMetricFamily(
             "dtp_step_seconds",
-            "Where the time of steps went on rank 0; host is what passed between them while there was work",
+            "Where the time of steps went on rank 0; host is what passed between them while there was "
+            "work. Is the bottleneck memory or arithmetic (weights, attention), communication (wait) or "
+            "the host?",
             labels=["tp", "phase", "part"],
         )
         for total in now.steps if now else ():
@@ -171,54 +279,72 @@ class Metrics(Collector):
                 seconds.add_metric([*labels, part], value)
         yield steps
         yield seconds
-        yield _gauge(
+        yield gauge(
             "dtp_engine_step_seconds",
-            "Engine time per step, median of the last 128",
+            "Engine time per step, median of the last 128. Does scheduling hold the workers up?",
             now.step_engine_us * 1e-6 if now else 0.0,
         )
 
-    def _collect_requests(self) -> Iterator[Metric]:
-        success = CounterMetricFamily(
-            "dtp_request_success", "Requests finished, by reason", labels=["finish_reason"]
+    def _collect_tokens(self) -> Iterator[Metric]:
+        yield counters(
+            "dtp_generation_tokens",
+            "Output tokens, by the domain that computed them. What is the throughput, and who makes it?",
+            ["domain"],
+            (((placed,), count) for placed, count in self._domain_tokens.items()),
         )
-        for reason, count in self._finished.items():
-            success.add_metric([reason], count)
-        yield success
-        tokens = CounterMetricFamily(
-            "dtp_generation_tokens", "Output tokens, by the domain that computed them", labels=["domain"]
+        yield histogram(
+            "dtp_time_to_first_token_seconds", "Arrival to first token. How long do users wait?", self._ttft
         )
-        for placed, count in self._domain_tokens.items():
-            tokens.add_metric([placed], count)
-        yield tokens
-        yield _histogram("dtp_request_tp_degree", "Degree a request was served at, at its end", self._degree)
-        yield _histogram("dtp_time_to_first_token_seconds", "Arrival to first token", self._ttft)
-        yield _histogram("dtp_inter_token_latency_seconds", "Time between tokens of a request", self._itl)
-        yield _histogram("dtp_e2e_request_latency_seconds", "Arrival to last token", self._e2e)
+        yield histogram(
+            "dtp_inter_token_latency_seconds",
+            "Time between tokens of a request. Do streams flow or stutter?",
+            self._itl,
+        )
 
     def _collect_admission(self) -> Iterator[Metric]:
-        refused = CounterMetricFamily("dtp_requests_refused", "HTTP requests refused", labels=["reason"])
         admission = self._admission
-        for reason in REASONS:
-            refused.add_metric([reason], admission.refused[reason] if admission else 0)
-        yield refused
-        yield _gauge(
+        yield counters(
+            "dtp_requests_refused",
+            "HTTP requests refused. Who is sent away, and why?",
+            ["reason"],
+            (((reason,), admission.refused[reason] if admission else 0) for reason in REASONS),
+        )
+        yield gauge(
             "dtp_prompt_tokens_waiting",
-            "Prompt tokens of requests without a first token",
+            "Prompt tokens of requests without a first token. How long is the queue, in work?",
             admission.backlog.tokens if admission else 0,
         )
 
     def _collect_switches(self) -> Iterator[Metric]:
-        switches = CounterMetricFamily(
-            "dtp_tp_switches", "Switches by outcome", labels=["from", "to", "reason", "outcome"]
+        yield counters(
+            "dtp_tp_switches",
+            "Switches by outcome. How often does the layout change, why, and does it work?",
+            ["from", "to", "reason", "outcome"],
+            self._switches.items(),
         )
-        for labels, count in self._switches.items():
-            switches.add_metric(labels, count)
-        yield switches
+        yield counters(
+            "dtp_tp_switch_outcomes",
+            "The same by outcome only, there from the start on. Did a switch fail, do they come too often?",
+            ["outcome"],
+            (((outcome,), count) for outcome, count in self._outcomes.items()),
+        )
+        yield gauge(
+            "dtp_tp_switches_in_flight", "Switches without an outcome. Is one stuck?", len(self._open)
+        )
+        yield counters(
+            "dtp_tp_switch_requests",
+            "Requests that closed switches handed over with their pages, or had computed again. What did "
+            "switches cost?",
+            ["kind"],
+            (((kind,), count) for kind, count in self._moved.items()),
+        )
         phases = HistogramMetricFamily(
-            "dtp_tp_switch_phase_seconds", "Time a phase of a switch took", labels=["phase"]
+            "dtp_tp_switch_phase_seconds",
+            "Time a phase of a switch took. Where does a slow switch spend its time?",
+            labels=["phase"],
         )
-        for phase, histogram in self._phases.items():
-            buckets, total = histogram.cumulative()
+        for phase, values in self._phases.items():
+            buckets, total = values.cumulative()
             phases.add_metric([phase], buckets, total)
         yield phases
 
@@ -238,12 +364,3 @@ def step_parts(total: StepTotals) -> dict[str, float]:
 def placed_label(domain: DomainStatus) -> str:
     """`tp2@0,1`."""
     return str(PlacedShape(Shape(domain.tp, domain.pp), domain.devices))
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
-    buckets, total = histogram.cumulative()
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total)

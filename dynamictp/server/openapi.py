@@ -168,6 +168,19 @@ def _admin_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str,
             "delete": {**cancel, "parameters": ident},
         },
         **_control_paths(rules, vocab, ident),
+        **_observe_paths(),
+    }
+
+
+def _observe_paths() -> dict[str, Any]:
+    """The live page and what it draws."""
+    locked = ("401", "403")
+    page = {"description": "the page", "content": {"text/html": {"schema": _TEXT}}}
+    since = [{"name": "since", "in": "query", "schema": {"type": "number"}}]
+    history = _operation("history", "The last hours", {"200": _json(_OBJECT)}, (*locked, "400"))
+    return {
+        "/dashboard": {"get": _operation("dashboard", "The live page", {"200": page}, locked)},
+        "/admin/history": {"get": {**history, "parameters": since}},
     }
 
 

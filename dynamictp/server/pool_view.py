@@ -16,7 +16,7 @@ from dynamictp.control.values import (
 )
 from dynamictp.layout import Shape
 from dynamictp.messages import Snapshot, StepMeasure, SwitchStatus
-from dynamictp.server.engine_client import LiveRequest
+from dynamictp.server.live_request import LiveRequest
 from dynamictp.server.traffic import SHORT_S, WINDOW_S, Traffic
 
 MOST_SAMPLES = 64

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Iterator
 
 from msgspec import UNSET
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dynamictp.errors import DynamicTPError
 from dynamictp.server.answers import envelope, error_response
-from dynamictp.server.choice import Choice
 from dynamictp.server.generation import Generation, GenerationFailed
 from dynamictp.server.render import Renderer
 from dynamictp.server.schema import DONE, to_event
@@ -52,6 +52,9 @@ class GenerationResponse(Response):
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
+            generation.trace(
+                scope.get("state", {}).get("request_id", ""), scope["path"], Headers(scope=scope)
+            )
             self._log(scope)
 
     def _log(self, scope: Scope) -> None:
@@ -68,7 +71,7 @@ class GenerationResponse(Response):
             len(choices),
             self._generation.usage().prompt_tokens,
             self._generation.usage().completion_tokens,
-            ",".join(_end_of(choice) for choice in choices),
+            ",".join(choice.end for choice in choices),
         )
 
     def _can_start(self) -> bool:
@@ -140,10 +143,3 @@ class GenerationResponse(Response):
         if not self._include_usage:
             return DONE
         return self._renderer.usage(self._generation.usage(), self._generation.served()) + DONE
-
-
-def _end_of(choice: Choice) -> str:
-    """How a choice ended, in a log line."""
-    if choice.failure is not None:
-        return "error"
-    return choice.finish_reason or "cancelled"

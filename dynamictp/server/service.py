@@ -23,6 +23,7 @@ from dynamictp.layout import legal_specs
 from dynamictp.messages import SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.observe.tracing import Tracer
 from dynamictp.server.admission import AdmissionControl, QueueLimits
 from dynamictp.server.bodies import Bodies
 from dynamictp.server.control_plane import ControlPlane
@@ -96,7 +97,7 @@ class Service:
         limits = limits or QueueLimits()
         admission = AdmissionControl(clock, limits, tenants)
         incarnation = secrets.token_hex(3)
-        metrics, switches = Metrics(admission=admission), SwitchBoard(incarnation)
+        metrics, switches = Metrics(admission=admission, clock=clock), SwitchBoard(incarnation)
         client = EngineClient(
             clock,
             metrics,
@@ -152,6 +153,11 @@ class Service:
         )
         self.desk.on_returned = self.plane.nudge
         return self.plane
+
+    def trace_with(self, tracer: Tracer) -> None:
+        """Have traces made of requests and switches from now on."""
+        self.client.tracer = tracer
+        self.switches.listeners.append(tracer.switch)
 
     def engine_lost(self) -> None:
         """What was under way in the engine is not any more."""

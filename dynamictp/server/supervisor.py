@@ -160,6 +160,11 @@ class Supervisor:
         workers = self._pool.children if self._pool is not None else []
         return [*workers, *((self._engine,) if self._engine is not None else ())]
 
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the engine."""
+        return self._engine.pid if self._engine is not None else None
+
     def pid(self, device: int) -> int | None:
         """Process id of a device's worker."""
         return self._pool.pid(device) if self._pool is not None else None

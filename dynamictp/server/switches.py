@@ -6,6 +6,7 @@ The engine owns the observed layout; this board keeps what it reported, and the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ import msgspec
 from dynamictp.errors import CapacityError, LayoutRefused, NotFound, SwitchConflict
 from dynamictp.layout import Layout, LayoutSpec, legal_specs, parse_layout, place
 from dynamictp.messages import Body, CancelSwitch, SetLayout, SwitchStatus
+
+log = logging.getLogger(__name__)
 
 MAX_LAYOUT_CHARS = 1024
 MAX_SWITCHES = 256
@@ -83,6 +86,21 @@ def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, obje
     }
 
 
+def _log_end(status: SwitchStatus) -> None:
+    log.info(
+        "switch_id=%s from=%s to=%s reason=%s outcome=%s handovers=%d recomputes=%d phases_ms=%s%s",
+        status.switch_id,
+        status.from_layout,
+        status.to_layout,
+        status.reason,
+        status.outcome,
+        status.handovers,
+        status.recomputes,
+        ",".join(f"{phase}:{ms:.1f}" for phase, ms in status.phases_ms.items()) or "-",
+        f" error={status.error!r}" if status.error else "",
+    )
+
+
 class SwitchBoard:
     """Owner of the requested layout and of what is known about each switch."""
 
@@ -131,6 +149,7 @@ class SwitchBoard:
             times.committed = now
         if status.outcome in _ENDED:
             times.ended = now
+            _log_end(status)
         self._switches[status.switch_id] = status
         while len(self._switches) > MAX_SWITCHES:
             oldest = next(iter(self._switches))

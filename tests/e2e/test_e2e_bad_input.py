@@ -107,7 +107,7 @@ def test_unknown_models_paths_and_methods(api: Api) -> None:
     assert api.http.get(COMPLETIONS).status_code == 405
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def raw(body: bytes) -> bytes:

@@ -202,3 +202,19 @@ async def test_hangup_reads_the_keys_again(tmp_path: Path) -> None:
             pass
         old = {"authorization": "Bearer sk-old"}
         assert (await http.get(f"{main}/v1/models", headers=old)).status_code == 401
+
+
+async def test_the_page_needs_no_key_and_what_it_draws_does(stack: Stack, admin_keys: KeyRing) -> None:
+    async with client(stack, Access(admin_keys=admin_keys)) as http:
+        assert (await http.get("/dashboard")).status_code == 200
+        assert (await http.get("/admin/history")).status_code == 401
+        assert (await http.get("/admin/history", headers=ADMIN)).status_code == 200
+
+
+async def test_figures_of_tenants_go_by_the_names_of_the_key_file(stack: Stack, api_keys: KeyRing) -> None:
+    async with client(stack, Access(api_keys)) as http:
+        await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers=ALICE)
+        text = (await http.get("/metrics")).text
+    assert 'dtp_tenant_requests_total{tenant="alice"} 1.0' in text
+    assert 'dtp_tenant_generation_tokens_total{tenant="alice"} 3.0' in text
+    assert 'dtp_tenant_time_to_first_token_seconds_count{tenant="alice"} 1.0' in text

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dynamictp.messages import ServedBy, TokenEvent
 from dynamictp.server.choice import Choice, TextRules
-from dynamictp.server.engine_client import Ended
+from dynamictp.server.live_request import Ended
 from dynamictp.server.stop import StopSet
 from tests.server.server_stack import EOS, byte_tokenizer
 

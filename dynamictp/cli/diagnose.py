@@ -1,0 +1,124 @@
+"""`dynamictp diagnose`: what limits a server, and what to try."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import httpx
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from dynamictp.errors import ConfigError, DynamicTPError
+from dynamictp.observe.diagnose import HEADLINES, Diagnosis, diagnose
+from dynamictp.observe.figures import Figures, figures_of
+from dynamictp.observe.samples import parse_samples
+
+TIMEOUT_S = 10.0
+LOOK_S = 1.0
+
+
+@click.command("diagnose")
+@click.argument("target", metavar="URL|REPORT.json")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1, max=3600),
+    default=10.0,
+    show_default=True,
+    help="how long to watch a server",
+)
+@click.option("--admin-key", envvar="DYNAMICTP_ADMIN_KEY", help="admin key, where the server wants one")
+@click.option("--json", "as_json", is_flag=True, help="print figures and findings as JSON")
+def diagnose_command(target: str, seconds: float, admin_key: str | None, as_json: bool) -> None:
+    """Say what limits a running server, or the server of a benchmark's result: memory, communication,
+    arithmetic, the host, the queue or KV memory, with the evidence and what to try."""
+    if target.startswith(("http://", "https://")):
+        looks = watch(target, seconds, admin_key)
+        runs = [(target, figures_of(looks[0], looks[-1], seconds, looks[1:]))]
+    else:
+        runs = list(read_report(Path(target)))
+    for label, figures in runs:
+        diagnosis = diagnose(figures)
+        if as_json:
+            plain = {
+                "target": label,
+                "verdict": diagnosis.verdict,
+                "diagnosis": diagnosis,
+                "figures": figures,
+            }
+            click.echo(msgspec.json.encode(plain).decode())
+        else:
+            show(label, figures, diagnosis)
+
+
+def watch(url: str, seconds: float, admin_key: str | None) -> list[dict[str, float]]:
+    """Looks at `/metrics`, one a second and one at the end. Raises `DynamicTPError`."""
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    looks: list[dict[str, float]] = []
+    with httpx.Client(
+        base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S, trust_env=False
+    ) as http:
+        began = time.monotonic()
+        while True:
+            looks.append(_look(http, url))
+            left_s = began + seconds - time.monotonic()
+            if left_s <= 0 and len(looks) > 1:
+                return looks
+            time.sleep(min(LOOK_S, max(left_s, 0.0)))
+
+
+def _look(http: httpx.Client, url: str) -> dict[str, float]:
+    try:
+        response = http.get("/metrics")
+        response.raise_for_status()
+        samples = parse_samples(response.text)
+    except (httpx.HTTPError, ValueError) as error:
+        raise DynamicTPError(f"no metrics from {url}: {error}") from error
+    if not any(name.startswith("dtp_steps_total") or name == "dtp_num_requests_running" for name in samples):
+        raise DynamicTPError(f"{url} has metrics, but it is no DynamicTP server")
+    return samples
+
+
+def read_report(path: Path) -> Iterator[tuple[str, Figures]]:
+    """The runs of a benchmark's result that were against a server of ours. Raises `ConfigError`."""
+    from dynamictp.bench.record import read_json  # noqa: PLC0415  (it takes a second to import)
+
+    found = False
+    for run in read_json(path).runs:
+        before, after = run.server.metrics_before, run.server.metrics_after
+        if "dtp_num_requests_running" not in after:
+            continue
+        found = True
+        # Before and after the load the queue is empty: it counts as it was in between.
+        queue = [
+            {"dtp_num_requests_running": float(s.running), "dtp_num_requests_waiting": float(s.waiting)}
+            for s in run.samples
+        ]
+        yield run.label, figures_of(before, after, run.end_s, queue)
+    if not found:
+        raise ConfigError(f"{path} has no run with metrics of a DynamicTP server")
+
+
+def show(label: str, figures: Figures, diagnosis: Diagnosis) -> None:
+    """For a person."""
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]{escape(label)}[/]: [bold]{diagnosis.verdict.value}[/], {HEADLINES[diagnosis.verdict]}"
+    )
+    for finding in diagnosis.findings:
+        if finding is not diagnosis.findings[0]:
+            console.print(f"\nbeside it, {finding.verdict.value}: {HEADLINES[finding.verdict]}")
+        for line in finding.evidence:
+            console.print(f"  - {escape(line)}")
+        for line in finding.advice:
+            console.print(f"  [dim]try:[/] {escape(line)}")
+    if diagnosis.split:
+        parts = ", ".join(f"{part} {100 * share:.0f} %" for part, share in diagnosis.split.items())
+        console.print(f"\ntime of steps: {parts}")
+    console.print(
+        f"in {figures.interval_s:.0f} s: {figures.tokens:.0f} tokens, {figures.steps:.0f} steps, "
+        f"{figures.running:.1f} running, {figures.waiting:.1f} waiting, KV {100 * figures.kv_usage:.0f} %"
+    )

@@ -1,0 +1,1 @@
+"""Seeing a server: metrics, history, diagnosis, the live page, alerts, traces. Nothing here decides."""

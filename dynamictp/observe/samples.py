@@ -1,0 +1,61 @@
+"""Samples of `/metrics` as plain numbers, by the names that benchmark results keep them under."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_LABEL = re.compile(r"\{([a-zA-Z_]\w*)=([^}]*)\}")
+
+
+def parse_samples(text: str) -> dict[str, float]:
+    """`name{label=value}{…}` with sorted labels → value, without histogram buckets. Raises ValueError."""
+    return {
+        sample.name + "".join(f"{{{name}={value}}}" for name, value in sorted(sample.labels.items())): float(
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples at one moment, or the difference between two."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    def __contains__(self, name: object) -> bool:
+        return any(key == name or key.startswith(f"{name}{{") for key in self.values)
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum over the samples of that name which have these labels; 0 when there is none."""
+        return sum(value for found, value in self._named(name) if labels.items() <= found.items())
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """Sums by the values of one label."""
+        sums: dict[str, float] = {}
+        for found, value in self._named(name):
+            if label in found and labels.items() <= found.items():
+                sums[found[label]] = sums.get(found[label], 0.0) + value
+        return sums
+
+    def since(self, before: Samples) -> Samples:
+        """What was added since `before`. A counter that fell has started again: then what it has now."""
+        return Samples(
+            {
+                key: value - before.values[key] if value >= before.values.get(key, value + 1) else value
+                for key, value in self.values.items()
+            }
+        )
+
+    def _named(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        for key, value in self.values.items():
+            if key == name:
+                yield {}, value
+            elif key.startswith(f"{name}{{"):
+                yield dict(_LABEL.findall(key)), value

@@ -1,0 +1,61 @@
+"""The live page and its history."""
+
+from __future__ import annotations
+
+import math
+import time
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from dynamictp.errors import BadRequest
+from dynamictp.server.answers import json_response
+from dynamictp.server.service import Service
+
+PAGE = "dashboard.html"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'"
+)
+"""The page holds all it needs and asks only this server."""
+
+
+class ObserveRoutes:
+    """Endpoints over one `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._page = (resources.files("dynamictp.observe") / "data" / PAGE).read_text(encoding="utf-8")
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/dashboard", self.dashboard, methods=["GET"]),
+            Route("/admin/history", self.history, methods=["GET"]),
+        ]
+
+    async def dashboard(self, request: Request) -> Response:
+        return HTMLResponse(
+            self._page,
+            headers={
+                "content-security-policy": POLICY,
+                "cache-control": "no-cache",
+                "x-frame-options": "DENY",
+                "x-content-type-options": "nosniff",
+            },
+        )
+
+    async def history(self, request: Request) -> Response:
+        """Points after `since`, a Unix time; by field."""
+        text = request.query_params.get("since", "0")
+        try:
+            since = float(text)
+        except ValueError:
+            since = math.nan
+        if not math.isfinite(since):
+            raise BadRequest(f"since must be a Unix time in seconds, not '{text[:40]}'", param="since")
+        service = self._service
+        return json_response(
+            {"now": time.time(), "model": service.model, "points": service.metrics.history.columns(since)}
+        )
