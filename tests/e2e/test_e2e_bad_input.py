@@ -135,7 +135,9 @@ def test_clients_that_go_at_any_stage_leave_no_rows_or_pages(api: Api, reset: bo
         with socket.create_connection(address) as connection:
             connection.sendall(sent)
             while read > 0:
-                read -= len(connection.recv(500))
+                piece = connection.recv(500)
+                assert piece, "the server closed the connection"
+                read -= len(piece)
             if sent in (whole, long):
                 until(lambda: bool(api.in_use()), "the request runs")
             if reset:

@@ -50,6 +50,12 @@ def server() -> Iterator[Threaded]:
 
 
 @pytest.fixture(scope="module")
+def whole_description(server: Threaded) -> Any:
+    """For unsound requests: what is sound must not be narrowed, or the server is blamed for taking it."""
+    return schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json").json())
+
+
+@pytest.fixture(scope="module")
 def description(server: Threaded) -> Any:
     document = httpx.get(f"{server.url}/openapi.json").json()
     lease = document["paths"]["/admin/leases"]["post"]["requestBody"]["content"]["application/json"]
@@ -154,9 +160,9 @@ def test_sound_requests_are_answered_as_described(
 
 @pytest.mark.parametrize(("method", "path"), WITH_BODY)
 def test_unsound_requests_are_refused_as_described(
-    server: Threaded, description: Any, method: str, path: str
+    server: Threaded, whole_description: Any, method: str, path: str
 ) -> None:
-    statuses = exercise(server, description[path][method], GenerationMode.NEGATIVE, EXAMPLES)
+    statuses = exercise(server, whole_description[path][method], GenerationMode.NEGATIVE, EXAMPLES)
     assert statuses[400] > 0, statuses
     assert_nothing_is_left(server)
 
@@ -166,9 +172,15 @@ def test_unsound_requests_are_refused_as_described(
 @pytest.mark.parametrize(("method", "path"), WITH_BODY)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_many_generated_requests(
-    server: Threaded, description: Any, method: str, path: str, mode: GenerationMode
+    server: Threaded,
+    description: Any,
+    whole_description: Any,
+    method: str,
+    path: str,
+    mode: GenerationMode,
 ) -> None:
-    exercise(server, description[path][method], mode, MANY)
+    described = description if mode is GenerationMode.POSITIVE else whole_description
+    exercise(server, described[path][method], mode, MANY)
     assert_nothing_is_left(server)
 
 
