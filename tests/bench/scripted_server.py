@@ -9,6 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 
+CLOSES = "connection: close"
+"""Said, because it is done: a client that believes the connection lives sends its next request into the end."""
+
+
 @dataclass
 class Peer:
     """One connection: the request it carried, and what to answer with."""
@@ -21,13 +25,19 @@ class Peer:
     writer: asyncio.StreamWriter
 
     async def head(self, status: int = 200, **headers: str) -> None:
-        lines = [f"HTTP/1.1 {status} X", "content-type: text/event-stream", "transfer-encoding: chunked"]
+        lines = [
+            f"HTTP/1.1 {status} X",
+            CLOSES,
+            "content-type: text/event-stream",
+            "transfer-encoding: chunked",
+        ]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         await self.raw("\r\n".join(lines).encode() + b"\r\n\r\n")
 
     async def json(self, value: object, status: int = 200) -> None:
         body = json.dumps(value).encode()
-        await self.raw(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+        head = f"HTTP/1.1 {status} X\r\n{CLOSES}\r\ncontent-length: {len(body)}\r\n\r\n"
+        await self.raw(head.encode() + body)
 
     async def raw(self, data: bytes) -> None:
         self.writer.write(data)
