@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-
 CLOSES = "connection: close"
 """Said, because it is done: a client that believes the connection lives sends its next request into the end."""
 
