@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 CLOSES = "connection: close"
-"""Said, because it is done: a client that believes the connection lives sends its next request into the end."""
+"""Said because it is done: a client that believes the connection lives would send its next request there."""
 
 
 @dataclass
