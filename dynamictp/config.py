@@ -51,7 +51,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     allowed_hosts: str = ""
     max_waiting: int = 10_000
     max_waiting_tokens: int = 16_000_000
-    max_wait_s: float = 1.5
+    max_wait_s: float = 10.0
     request_timeout_s: float = 0.0
     metrics_alias: Literal["", "vllm"] = ""
     otlp_traces_endpoint: str = ""

@@ -173,7 +173,9 @@ class ResourcePool:
         free = self.free
         if count > len(free):
             names = ", ".join(map(str, free)) or "none"
-            raise LeaseConflict(f"{count} devices are asked for, free are {names}", free=free)
+            kept = ", ".join(map(str, sorted(self._reserved)))
+            kept = f"; reserved for a growth of the layout, for seconds: {kept}" if kept else ""
+            raise LeaseConflict(f"{count} devices are asked for, free are {names}{kept}", free=free)
         lease = Lease(
             self._new_id(), free[len(free) - count :], level, notice_s, grace_s, self._clock.now() + EXPIRE_S
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class QueueLimits:
 
     requests: int = 10_000
     tokens: int = 16_000_000
-    wait_s: float = 1.5
+    wait_s: float = 10.0
     request_timeout_s: float = 0.0
 
 
@@ -272,7 +273,7 @@ class AdmissionControl:
 
 def _error(refusal: Refusal) -> CapacityError:
     return CapacityError(
-        f"{_MESSAGES[refusal.reason]}; try again in {refusal.retry_after_s:.0f} s",
+        f"{_MESSAGES[refusal.reason]}; try again in {math.ceil(refusal.retry_after_s)} s",
         status=refusal.status,
         retry_after_s=refusal.retry_after_s,
         code=refusal.reason,

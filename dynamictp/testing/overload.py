@@ -182,7 +182,9 @@ async def _probe(http: httpx.AsyncClient, report: OverloadReport) -> None:
 async def run_overload(seed: int, seconds: float, factor: float = 2.0, layout: str = "tp2") -> OverloadReport:
     """A flood of `factor` times the capacity for `seconds`, on a server of its own."""
     report = OverloadReport(seed, factor)
-    with ServerProcess("serve", "demo", "--devices", "2", "--layout", layout) as server:
+    # Waits that leave room for the first step within the target of 2 s.
+    patience = ("--max-wait-s", "1.5")
+    with ServerProcess("serve", "demo", "--devices", "2", "--layout", layout, *patience) as server:
         load = _Load(server.url, seed)
         await load.capacity(CAPACITY_STREAMS)
         report.capacity_rps = await load.capacity(CAPACITY_REQUESTS)

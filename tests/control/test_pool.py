@@ -39,6 +39,14 @@ def test_a_lease_takes_free_devices_from_the_far_end() -> None:
     assert refused.value.free == (2,)
 
 
+def test_a_refused_lease_says_what_is_reserved() -> None:
+    pool, _ = make(2)
+    pool.observe({0})
+    pool.reserve(2, hold_s=3.0)
+    with pytest.raises(LeaseConflict, match="free are none; reserved for a growth .*: 1"):
+        lend(pool)
+
+
 def test_a_lease_that_is_not_renewed_is_lost() -> None:
     pool, clock = make()
     lease = lend(pool)
