@@ -38,7 +38,8 @@ from dynamictp.errors import FatalError
 
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "2*tp1": (1, 2)}
 TOLERANCE = 0.25
-_REQUESTS = 500
+_REQUESTS_PER_S = 40.0
+"""More than are answered: a run that ends early measures its own end."""
 BUSY_CORES = 0.3
 """Above this, other work decides what is measured."""
 
@@ -119,7 +120,7 @@ def measure(url: str, layout: str, workload: str, setup: Setup) -> list[Result]:
     """Results of the class played by `setup.users` users; those cut at the end are left out by the caller."""
     traffic = Workload(
         classes=(CLASSES[workload],),
-        arrivals=f"closed:users={setup.users},requests={_REQUESTS}",
+        arrivals=f"closed:users={setup.users},requests={setup.seconds * _REQUESTS_PER_S:.0f}",
         duration_s=setup.seconds,
         scale=setup.scale,
         endpoint="completions",
