@@ -185,6 +185,12 @@ def place(
     return Layout(tuple(kept))
 
 
+def spec_of(text: str) -> LayoutSpec:
+    """The shapes of a layout's text, whether it names devices or not. Raises `LayoutRefused`."""
+    layout = parse_layout(text)
+    return layout.spec if isinstance(layout, Layout) else layout
+
+
 def legal_specs(degrees: Sequence[int], devices: int, *, limit: int = 128) -> tuple[LayoutSpec, ...]:
     """Layouts of tp shapes with the given degrees on at most `devices` devices.
 

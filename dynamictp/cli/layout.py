@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dynamictp.cli.admin import admin_options, headers_of
 from dynamictp.errors import DynamicTPError, LayoutRefused
-from dynamictp.layout import Layout, LayoutSpec, parse_layout
+from dynamictp.layout import spec_of
 
 WAIT_S = 75.0
 """The server answers within 60 s; the rest is for the way."""
@@ -32,7 +32,7 @@ def show(url: str, key: str | None) -> None:
         console.print("the server is still loading its model")
         return
     observed, target = state["observed"], state["target"]
-    pending = "" if _spec(target) == _spec(observed) else f" (target {target})"
+    pending = "" if spec_of(target) == spec_of(observed) else f" (target {target})"
     console.print(
         f"mode {state['mode']}  layout {observed}{pending}  waiting {state['waiting']}"
         + ("  pinned" if state.get("pinned") else ""),
@@ -94,12 +94,6 @@ def set_layout(
 def auto(url: str, key: str | None) -> None:
     """Give the layout back to the planner (in dynamic mode)."""
     _call("PUT", url, key, {"layout": "auto"})
-
-
-def _spec(text: str) -> LayoutSpec:
-    """The shapes of a layout: a target may name devices, the observed layout does not."""
-    layout = parse_layout(text)
-    return layout.spec if isinstance(layout, Layout) else layout
 
 
 def _call(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -115,8 +115,7 @@ class _Disturbed:
         self._references = references
         self._report = report
         self._rng = random.Random(report.seed + 2)
-        limits = httpx.Limits(max_connections=200)
-        self._client = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits)
+        self._client = client_of(url)
         self._admin = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT)
         self._live = 0
 

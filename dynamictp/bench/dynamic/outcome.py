@@ -8,7 +8,6 @@ from dynamictp.bench.dynamic.phases import Phase, StudyRun, Verdict, low_burst_l
 from dynamictp.bench.machine import MemoryState
 from dynamictp.bench.workload.classes import MIXES, Workload
 
-DYNAMIC = "dynamic"
 LOW, BURST = 0.25, 1.4
 """Rates of the phases, as shares of what `tp1` carries."""
 

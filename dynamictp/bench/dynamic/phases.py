@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dynamictp.bench.dynamic.job import Progress
 from dynamictp.bench.record import Run, Slo
 from dynamictp.bench.watcher import spans_of
-from dynamictp.layout import Layout, LayoutSpec, parse_layout
+from dynamictp.layout import spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,7 @@ def device_seconds(run: Run) -> float:
 
 def devices_of(text: str) -> int:
     """Devices that a layout takes."""
-    layout = parse_layout(text)
-    spec: LayoutSpec = layout.spec if isinstance(layout, Layout) else layout
-    return spec.devices
+    return spec_of(text).devices
 
 
 def study_run(

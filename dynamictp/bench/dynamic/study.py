@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 import msgspec
 from rich.console import Console
 
-from dynamictp.bench.benchmark import with_server
+from dynamictp.bench.benchmark import DYNAMIC, with_server
 from dynamictp.bench.client import run_lowered
 from dynamictp.bench.dynamic.job import read_progress
 from dynamictp.bench.dynamic.leasing import LeasedJob
-from dynamictp.bench.dynamic.outcome import DYNAMIC, Outcome, Study
+from dynamictp.bench.dynamic.outcome import Outcome, Study
 from dynamictp.bench.dynamic.phases import StudyRun, arrivals_of, judge, study_run
 from dynamictp.bench.dynamic.tables import markdown
 from dynamictp.bench.live import Counters

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dynamictp.bench.dynamic.outcome import DYNAMIC, Outcome
+from dynamictp.bench.benchmark import DYNAMIC
+from dynamictp.bench.dynamic.outcome import Outcome
 from dynamictp.bench.dynamic.phases import PhaseFigures, StudyRun
 
 
