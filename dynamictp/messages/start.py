@@ -42,3 +42,9 @@ class EngineStart(msgspec.Struct, frozen=True):
     ramp: RampSettings = RampSettings()
     leased: tuple[int, ...] = ()
     """Devices that others use: no domain is put on them."""
+    most_devices: int = 0
+    """Devices that layouts may take, by which the arena is divided; 0: all."""
+
+    @property
+    def quota_devices(self) -> int:
+        return self.most_devices or self.devices

@@ -99,7 +99,7 @@ class _Launch:
         supervisor = Supervisor(config, plan, index, kernels.level)
         service = self._service(source, plan, supervisor)
         service.desk.power = supervisor
-        supervisor.leased = lambda: tuple(sorted(service.desk.pool.leased))
+        supervisor.leased = lambda: service.share.excluded
         if config.mode != "static":
             journal = Path(config.journal) if config.journal else None
             service.plan_with(pool_facts(config, plan), config.control, journal)

@@ -37,10 +37,13 @@ class Times:
     ended: float | None = None
 
 
-def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) -> LayoutSpec | Layout:
+def check_layout(
+    text: str, degrees: Sequence[int], devices: int, model: str, *, pool: int = 0
+) -> LayoutSpec | Layout:
     """The layout that `text` asks for, placed if it names devices. Raises `LayoutRefused`, which lists the
-    legal ones.
+    legal ones. `devices` is how many it may take; of how many (`pool`), where those are more.
     """
+    pool = pool or devices
     legal = tuple(map(str, legal_specs(degrees, devices)))
     listing = f"; legal layouts: {', '.join(legal)}"
     if len(text) > MAX_LAYOUT_CHARS:
@@ -57,10 +60,8 @@ def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) ->
                 known = ", ".join(map(str, degrees))
                 raise LayoutRefused(f"{shape}: this model on this node can be served at degree {known}")
         place(spec, devices, ())
-        if isinstance(layout, Layout) and max(layout.devices) >= devices:
-            raise LayoutRefused(
-                f"{layout} names device {max(layout.devices)}; the pool has 0 to {devices - 1}"
-            )
+        if isinstance(layout, Layout) and max(layout.devices) >= pool:
+            raise LayoutRefused(f"{layout} names device {max(layout.devices)}; the pool has 0 to {pool - 1}")
     except LayoutRefused as error:
         raise LayoutRefused(error.message + listing, legal=legal) from error
     return layout
