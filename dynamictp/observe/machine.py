@@ -32,22 +32,13 @@ class MachineSources:
 
 
 @dataclass
-class MachineMetrics:
-    """Owner of nothing but the last known figures: a process may end between two looks."""
+class ProcessMetrics:
+    """What the sources' processes use. A process may end between two looks."""
 
     sources: MachineSources = field(default_factory=MachineSources)
 
     def collect(self) -> Iterator[Metric]:
-        devices = self.sources.devices()
-        yield from self._collect_processes(devices)
-        yield from _collect_cores(devices)
-        memory = psutil.virtual_memory()
-        yield gauges(
-            "dtp_node_memory_bytes",
-            "Memory of the machine. Will something be killed for memory?",
-            "kind",
-            {"total": float(memory.total), "available": float(memory.available)},
-        )
+        yield from self._collect_processes(self.sources.devices())
 
     def _collect_processes(self, devices: Mapping[int, Placed]) -> Iterator[Metric]:
         known = {(name, ""): pid for name, pid in self.sources.processes().items()}
@@ -67,6 +58,22 @@ class MachineMetrics:
         for key, value in memory:
             family.add_metric(list(key), value)
         yield family
+
+
+@dataclass
+class MachineMetrics(ProcessMetrics):
+    """Processes, cores and memory of the machine."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        yield from _collect_cores(self.sources.devices())
+        memory = psutil.virtual_memory()
+        yield gauges(
+            "dtp_node_memory_bytes",
+            "Memory of the machine. Will something be killed for memory?",
+            "kind",
+            {"total": float(memory.total), "available": float(memory.available)},
+        )
 
 
 def _look(pid: int | None) -> tuple[float, float] | None:

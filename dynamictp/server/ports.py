@@ -9,6 +9,7 @@ from dynamictp.config import ServeConfig, is_loopback
 from dynamictp.server.access import Access, host_names
 from dynamictp.server.app import create_app
 from dynamictp.server.keys import KeyRings
+from dynamictp.server.roster import Roster
 from dynamictp.server.run import ServerRunner
 from dynamictp.server.service import Service
 
@@ -19,18 +20,18 @@ class Ports:
     SIGHUP reads the key files again. Without any it keeps its meaning: a closed terminal ends the server.
     """
 
-    def __init__(self, config: ServeConfig, service: Service, keys: KeyRings) -> None:
+    def __init__(self, config: ServeConfig, served: Service | Roster, keys: KeyRings) -> None:
         self._keys = keys
         api, admin = keys.api, keys.admin
         names = host_names(*config.allowed_hosts.split(","), "" if is_loopback(config.host) else config.host)
         main = create_app(
-            service,
+            served,
             admin=config.admin_on_main,
             access=Access(api, admin, config.public_metrics, names),
         )
         self._runners = [ServerRunner(main, config.host, config.port)]
         if config.admin_address is not None:
-            own = create_app(service, api=False, access=Access(admin, admin, names=names))
+            own = create_app(served, api=False, access=Access(admin, admin, names=names))
             self._runners.append(ServerRunner(own, *config.admin_address))
 
     async def start(self) -> int:

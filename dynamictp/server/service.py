@@ -138,7 +138,7 @@ class Service:
         service.share = service.shares.join(model, service, priority=priority, most=most_devices)
         if shares is None:
             service.shares.begin()
-            metrics.plane.device_states = service.desk.states
+        metrics.plane.device_states = service.desk.states if shares is None else None
         client.on_snapshot = service._on_snapshot
         switches.listeners.append(service._on_switch)
         return service

@@ -24,6 +24,9 @@ MAX_LAYOUT_CHARS = 1024
 MAX_SWITCHES = 256
 """Switches remembered for `GET /admin/switches/{id}`."""
 
+WAITING = "devices"
+"""Phase of a switch that waits for devices which another model has."""
+
 Wait = Literal["none", "commit", "closed"]
 _ENDED = ("closed", "noop", "failed", "cancelled", "rolled_back")
 
@@ -195,6 +198,13 @@ class SwitchBoard:
         self.target = str(layout)
         return self.get(command.switch_id)
 
+    def announce(self, layout: str, observed: str) -> SwitchStatus:
+        """A switch that waits for its devices: in flight, and not yet commanded."""
+        status = SwitchStatus(self.new_id(), observed, layout, WAITING)
+        self.on_status(status)
+        self.target = layout
+        return status
+
     def command(self, command: SetLayout, observed: str, send: Callable[[Body], bool]) -> bool:
         """Send a command; one sent before only goes out again. False when there is no engine."""
         if not send(command):
@@ -212,7 +222,9 @@ class SwitchBoard:
             raise SwitchConflict(
                 f"switch {switch_id} is past its commit: {status.outcome}", switch_id=switch_id
             )
-        if not send(CancelSwitch(switch_id)):
+        if status.phase == WAITING:
+            self.on_status(msgspec.structs.replace(status, outcome="cancelled"))
+        elif not send(CancelSwitch(switch_id)):
             raise CapacityError("the engine is restarting; try again")
 
     async def wait(self, switch_id: str, until: Wait, timeout_s: float) -> SwitchStatus | None:
