@@ -87,7 +87,8 @@ class AdminRoutes:
         if self._roster.several:
             return await self._set_layouts(wanted)
         service, board = self._roster.first, self._roster.first.switches
-        layout = check_layout(wanted.layout, degrees_of(service), service.devices, service.model)
+        most, pool = service.share.most, service.devices
+        layout = check_layout(wanted.layout, degrees_of(service), most, service.model, pool=pool)
         service.client.check_open()
         await service.desk.recall(layout, service.switch_wait_s)
         status = board.start(

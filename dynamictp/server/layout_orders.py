@@ -105,12 +105,6 @@ class LayoutOrders:
                 task.add_done_callback(self._tasks.discard)
         return tuple(orders)
 
-    async def close(self) -> None:
-        """Give up what waits."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     # ------------------------------------------------------------ within
 
     async def _wait_for_devices(self, order: Order, orders: Sequence[Order]) -> None:

@@ -63,7 +63,7 @@ def plan_node(
     """`most_devices`: of the node's for this model, 0 for all. Raises `ConfigError` for a layout that can't
     be, `ResourceError` when memory does not suffice."""
     devices = node_devices(config, cores)
-    most = most_devices or devices
+    most = min(most_devices or devices, devices)
     degrees = legal_degrees(facts, config.numerics, devices=most, communicators=communicators)
     try:
         layout = check_layout(config.layout, degrees, most, config.model_name, pool=devices)
