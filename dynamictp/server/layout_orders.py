@@ -57,10 +57,7 @@ class LayoutOrders:
         try:
             parts = split(text, roster.names)
             for model, layout in parts.items():
-                service = roster.pick(model)
-                check_layout(
-                    str(layout), degrees_of(service), service.share.most, model, pool=service.devices
-                )
+                _check_part(roster.pick(model), layout)
             self._check_room(parts)
             self._check_places(parts)
         except LayoutRefused as error:
@@ -165,6 +162,14 @@ def degrees_of(service: Service) -> tuple[int, ...]:
     """Legal degrees, as the engine says once it is there."""
     engine = service.client.engine
     return (engine.legal_degrees if engine else ()) or service.legal_degrees
+
+
+def _check_part(service: Service, layout: Layout | LayoutSpec) -> None:
+    most, pool = service.share.most, service.devices
+    try:
+        check_layout(str(layout), degrees_of(service), most, service.model, pool=pool)
+    except LayoutRefused as error:
+        raise LayoutRefused(f"{service.model}: {error.message}") from error
 
 
 def _begin(order: Order) -> bool:

@@ -63,7 +63,7 @@ class GenerationResponse(Response):
         choices = self._generation.choices
         log.info(
             "request_id=%s id=%s tp_domain_id=%s tp=%s choices=%d "
-            "prompt_tokens=%d completion_tokens=%d end=%s",
+            "prompt_tokens=%d completion_tokens=%d end=%s model=%s",
             scope.get("state", {}).get("request_id"),
             self._generation.job.id,
             ",".join(choice.served.domain if choice.served else "-" for choice in choices),
@@ -72,6 +72,7 @@ class GenerationResponse(Response):
             self._generation.usage().prompt_tokens,
             self._generation.usage().completion_tokens,
             ",".join(choice.end for choice in choices),
+            self._renderer.model,
         )
 
     def _can_start(self) -> bool:

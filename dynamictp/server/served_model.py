@@ -17,7 +17,7 @@ from dynamictp.model.chat import ChatTemplate, template_from_file
 from dynamictp.model.load import open_model
 from dynamictp.model.source import ModelSource
 from dynamictp.model.weights import WeightIndex, plan_weights
-from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed, ProcessMetrics
+from dynamictp.observe.machine import MachineSources, Placed
 from dynamictp.observe.tracing import open_tracer
 from dynamictp.server.admission import QueueLimits
 from dynamictp.server.keys import KeyRings
@@ -229,11 +229,10 @@ def _service(
         most_devices=plan.most_devices,
     )
     own = {} if shares is not None else {"server": os.getpid()}
-    sources = MachineSources(
+    service.metrics.machine.sources = MachineSources(
         processes=lambda: {**own, "engine": supervisor.engine_pid},
         devices=lambda: {d: Placed(supervisor.pid(d), plan.cores[d]) for d in range(plan.devices)},
     )
-    service.metrics.machine = MachineMetrics(sources) if shares is None else ProcessMetrics(sources)
     if config.otlp_traces_endpoint:
         service.trace_with(open_tracer(config.otlp_traces_endpoint, service.clock, service.model))
     if config.metrics_alias:

@@ -21,6 +21,7 @@ from dynamictp.layout import Layout, legal_specs, parse_layout
 from dynamictp.messages import Body, SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.observe.machine import ProcessMetrics
 from dynamictp.observe.tracing import Tracer
 from dynamictp.server.admission import AdmissionControl, QueueLimits
 from dynamictp.server.bodies import Bodies
@@ -109,7 +110,8 @@ class Service:
         limits = limits or QueueLimits()
         admission = AdmissionControl(clock, limits, tenants)
         incarnation = secrets.token_hex(3)
-        metrics, switches = Metrics(admission=admission, clock=clock), SwitchBoard(incarnation)
+        metrics = Metrics(admission=admission, clock=clock)
+        switches = SwitchBoard(incarnation, model if shares is not None else "")
         client = EngineClient(
             clock,
             metrics,
@@ -138,7 +140,11 @@ class Service:
         service.share = service.shares.join(model, service, priority=priority, most=most_devices)
         if shares is None:
             service.shares.begin()
-        metrics.plane.device_states = service.desk.states if shares is None else None
+            metrics.plane.device_states = service.desk.states
+        else:
+            # What is the pool's or the machine's is shown once.
+            metrics.plane.device_states = None
+            metrics.machine = ProcessMetrics()
         client.on_snapshot = service._on_snapshot
         switches.listeners.append(service._on_switch)
         return service

@@ -90,9 +90,10 @@ def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, obje
     }
 
 
-def _log_end(status: SwitchStatus) -> None:
+def _log_end(status: SwitchStatus, model: str) -> None:
     log.info(
-        "switch_id=%s from=%s to=%s reason=%s outcome=%s handovers=%d recomputes=%d phases_ms=%s%s",
+        "%sswitch_id=%s from=%s to=%s reason=%s outcome=%s handovers=%d recomputes=%d phases_ms=%s%s",
+        f"model={model} " if model else "",
         status.switch_id,
         status.from_layout,
         status.to_layout,
@@ -108,8 +109,10 @@ def _log_end(status: SwitchStatus) -> None:
 class SwitchBoard:
     """Owner of the requested layout and of what is known about each switch."""
 
-    def __init__(self, incarnation: str) -> None:
-        """`incarnation` leads the switch ids, so that a restarted server never uses one again."""
+    def __init__(self, incarnation: str, model: str = "") -> None:
+        """`incarnation` leads the switch ids, so that a restarted server never uses one again. `model` is
+        named in the log, where there are several."""
+        self._model = model
         self._incarnation = incarnation
         self._switches: dict[str, SwitchStatus] = {}
         self._times: dict[str, Times] = {}
@@ -153,7 +156,7 @@ class SwitchBoard:
             times.committed = now
         if status.outcome in _ENDED:
             times.ended = now
-            _log_end(status)
+            _log_end(status, self._model)
         self._switches[status.switch_id] = status
         while len(self._switches) > MAX_SWITCHES:
             oldest = next(iter(self._switches))
@@ -209,7 +212,8 @@ class SwitchBoard:
         """Send a command; one sent before only goes out again. False when there is no engine."""
         if not send(command):
             return False
-        if command.switch_id not in self._switches:
+        known = self._switches.get(command.switch_id)
+        if known is None or known.phase == WAITING:
             self.on_status(
                 SwitchStatus(command.switch_id, observed, command.layout, "decide", reason=command.reason)
             )
