@@ -304,11 +304,33 @@ def test_bounds_are_kept() -> None:
 def test_calibration_changes_the_verdict_and_pegged_is_an_alarm() -> None:
     planner = calm()
     model = planner.cost.steps(1, 1)
-    slow = [StepSample(1, 6 * model.decode(4, 130.0).total_s, 4, 130.0) for _ in range(12)]
-    decision = planner.see(snapshot(60, 1.5, steps=tuple(slow)))
-    assert Alarm.CALIBRATION_PEGGED in decision.alarms
+    slow = StepSample(1, 6 * model.decode(4, 130.0).total_s, 4, 130.0)
+    decision = planner.see(snapshot(60, 1.5, steps=(slow,) * 12))
     assert decision.figures["load"] > 0.9
-    assert decision.target == "tp2"
+    assert (decision.target, decision.alarms) == ("tp2", ()), "a second of noise is no wrong description"
+    decision = planner.see(snapshot(60.5, 1.5, steps=(slow,) * 19))
+    assert decision.alarms == (Alarm.CALIBRATION_PEGGED,)
+    assert planner.see(snapshot(61, 1.5, "tp2")).alarms == (), "tp1 does not run any more"
+    honest = StepSample(1, model.decode(4, 130.0).total_s, 4, 130.0)
+    for tick in range(8):
+        decision = planner.see(snapshot(61.5 + tick / 2, 1.5, steps=(honest,) * 4))
+    assert decision.alarms == ()
+
+
+def test_steps_beside_other_domains_teach_nothing() -> None:
+    planner = calm()
+    model = planner.cost.steps(1, 1)
+    seconds = 6 * model.decode(4, 130.0).total_s
+    crowded = StepSample(1, seconds, 4, 130.0, exclusive=False)
+    decision = planner.see(snapshot(60, 1.5, steps=(crowded,) * 40))
+    assert (planner.state.online.ratios, decision.alarms) == ((), ())
+
+
+def test_a_latency_near_its_target_that_nothing_mends_is_no_alarm_yet() -> None:
+    near = Digest(200, 0.5, 0.7, 0.9)
+    planner = calm(layout="tp2")
+    decision = planner.see(*(snapshot(60 + i / 2, 1.5, "tp2", tpot=near) for i in range(3)))
+    assert (decision.reason, decision.alarms) == (Reason.SLO_INFEASIBLE, ())
 
 
 def test_no_traffic_at_all() -> None:
