@@ -74,7 +74,12 @@ class EngineCore:
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._times = StepTimes()
         self._admission = Admission(
-            self.pool, arena.page_tokens, start.max_batched_tokens, self._times, self._live
+            self.pool,
+            arena.page_tokens,
+            start.max_batched_tokens,
+            self._times,
+            self._live,
+            long_prompt_tokens=start.long_prompt_tokens,
         )
         self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover, clock)
         self._turns = Turns()
