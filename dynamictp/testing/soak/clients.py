@@ -22,11 +22,12 @@ from dynamictp.testing.gate import LAYOUTS, GateRequest, Stream, judge
 from dynamictp.testing.gate_http import client_of, play
 
 STREAMS = 14
-BUSY_S, QUIET_S = 20.0, 20.0
+BUSY_S, QUIET_S = 20.0, 30.0
 """Phases of the load, so that the planner has something to do."""
-QUIET_STREAMS = 2
+QUIET_STREAMS = 1
 FLOOD = 120
 FLOOD_EVERY_S = 45.0
+"""At least; floods come with the other load."""
 SLOW_READERS = 3
 COLD_CONNECTIONS = 8
 REFUSED = ("status 429", "status 503")
@@ -88,8 +89,7 @@ async def stream_all_the_time(scene: Scene, number: int) -> None:
     rng = scene.rng
     async with scene.api() as http:
         while await scene.rest(rng.uniform(0.0, 0.2)):
-            busy = time.monotonic() % (BUSY_S + QUIET_S) < BUSY_S
-            if number >= QUIET_STREAMS and not busy:
+            if number >= QUIET_STREAMS and not _busy():
                 await scene.rest(1.0)
                 continue
             index = rng.randrange(len(scene.requests))
@@ -98,6 +98,10 @@ async def stream_all_the_time(scene: Scene, number: int) -> None:
             leaves = rng.randint(0, 20) if rng.random() < 0.15 else None
             stream = await play(http, request, leaves)
             _judge(scene, index, stream, hurried=hurried, left=leaves is not None and stream.finish is None)
+
+
+def _busy() -> bool:
+    return time.monotonic() % (BUSY_S + QUIET_S) < BUSY_S
 
 
 def _hurried(request: GateRequest, rng: random.Random) -> GateRequest:
@@ -121,7 +125,10 @@ def _judge(scene: Scene, index: int, stream: Stream, *, hurried: bool, left: boo
 
 async def flood(scene: Scene) -> None:
     """Many at once, now and then: most are refused, and told when to come back."""
-    while await scene.rest(FLOOD_EVERY_S * scene.rng.uniform(0.7, 1.3)):
+    while await scene.rest(FLOOD_EVERY_S):
+        while not _busy():
+            if not await scene.rest(1.0):
+                return
         async with scene.api() as http:
             body = {"prompt": [7, 8, 9] * 40, "max_tokens": 8, "ignore_eos": True}
             posts = [http.post("/v1/completions", json=body) for _ in range(FLOOD)]
@@ -140,8 +147,8 @@ async def flood(scene: Scene) -> None:
 async def read_slowly(scene: Scene) -> None:
     """A long stream of which little is read."""
     rng = scene.rng
-    body = {"prompt": "x", "max_tokens": 1000, "stream": True, "logprobs": 20, "ignore_eos": True}
-    while await scene.rest(rng.uniform(0.5, 3.0)):
+    body = {"prompt": "x", "max_tokens": 500, "stream": True, "logprobs": 20, "ignore_eos": True}
+    while await scene.rest(rng.uniform(0.5, 10.0)):
         sent = _http("POST", "/v1/completions", rng.choice(scene.keys), msgspec.json.encode(body))
         connection = await _connect(scene.url, sent, receive_bytes=4096)
         scene.count["slow readers"] += 1
@@ -250,7 +257,7 @@ async def switch(scene: Scene) -> None:
             response = await http.put("/admin/layout", json={"layout": "auto"})
             if response.status_code != 200:
                 scene.wrong(f"auto: status {response.status_code} {response.text}")
-            await scene.rest(rng.uniform(BUSY_S, BUSY_S + QUIET_S))
+            await scene.rest(rng.uniform(QUIET_S, BUSY_S + QUIET_S))
 
 
 async def _switch_once(scene: Scene, http: httpx.AsyncClient) -> None:
@@ -280,7 +287,7 @@ async def lease(scene: Scene) -> None:
     async with scene.admin() as http:
         while await scene.rest(rng.uniform(0.5, 4.0)):
             level = "released" if rng.random() < 0.1 else "standby"
-            asked = {"devices": 1, "level": level, "notice_s": 2, "grace_s": 1, "wait_s": 3}
+            asked = {"devices": 1, "level": level, "notice_s": 2, "grace_s": 1, "wait_s": 10}
             response = await http.post("/admin/leases", json=asked)
             scene.count[f"leases answered {response.status_code}"] += 1
             if response.status_code != 201:
