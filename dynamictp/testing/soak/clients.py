@@ -318,7 +318,7 @@ async def lease_by_command(scene: Scene) -> None:
     command = [sys.executable, "-m", "dynamictp", "lease", "--url", scene.url, "--admin-key", scene.admin_key]
     while await scene.rest(scene.rng.uniform(30.0, 60.0)):
         process = await asyncio.create_subprocess_exec(
-            *command, "--notice", "2", "--grace", "1", "--", "sleep", "2",
+            *command, "--wait", "10", "--notice", "2", "--grace", "1", "--", "sleep", "2",
             stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         code = await process.wait()

@@ -23,6 +23,7 @@ from dynamictp.testing.soak.growth import Bound, Sample, Trend, trends
 
 DEVICES = 3
 SAMPLE_S = 5.0
+REPORT_S = 60.0
 WARM_SHARE = 0.5
 """Of the time, before what is held counts: allocators, caches and rings fill until then."""
 SETTLING_S = 10.0
@@ -139,14 +140,15 @@ async def _play(server: ServerProcess, scene: Scene, seconds: float, progress: P
     scene.over.clear()
     crowd = [asyncio.create_task(_guard(one(scene), scene)) for one in everyone()]
     samples: list[Sample] = []
-    began = time.monotonic()
+    began, due_s = time.monotonic(), REPORT_S
     try:
         while (passed := time.monotonic() - began) < seconds:
             await asyncio.sleep(min(SAMPLE_S, seconds - passed))
             if passed >= min(SETTLING_S, seconds / 4):
                 samples.append((passed, held(server)))
-            if int(passed / 60) < int((time.monotonic() - began) / 60):
-                progress(f"{time.monotonic() - began:.0f} s: {dict(scene.count)}")
+            if passed >= due_s:
+                due_s += REPORT_S
+                progress(f"{passed:.0f} s: {dict(scene.count)}")
     finally:
         scene.over.set()
         await asyncio.gather(*crowd)
@@ -196,7 +198,10 @@ def held(server: ServerProcess) -> dict[str, float]:
     total: Counter[str] = Counter()
     for pid, footprint in footprints.items():
         role = _role(pid, server.pid, children.get(pid, ""))
-        for name, value in _figures(footprint).items():
+        figures = _figures(footprint)
+        if _is_spare(role, figures):
+            role = f"spare {pid}"
+        for name, value in figures.items():
             values[f"{role}: {name}"] = value
             total[name] += value  # type: ignore[assignment]
     values |= {f"all: {name}": value for name, value in total.items() if name != "anonymous MB"}
@@ -212,7 +217,12 @@ def _role(pid: int, server: int, command: str) -> str:
         return "server"
     if "dynamictp.engine" in command:
         return "engine"
-    return f"worker {pid}" if "dynamictp.worker" in command else f"process {pid}"
+    return f"worker {pid}" if "dynamictp.worker" in command else "other"
+
+
+def _is_spare(role: str, figures: Mapping[str, float]) -> bool:
+    """A worker that has mapped nothing waits for its first device."""
+    return role.startswith("worker") and not figures["mappings of shared memory"]
 
 
 def _figures(footprint: Mapping[str, int]) -> dict[str, float]:
