@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 
 from dynamictp.testing.gate import make_requests
 from dynamictp.testing.gate_http import Progress, client_of, come_to_rest, reference_streams
+from dynamictp.testing.quick_planner import config_files
 from dynamictp.testing.server_process import Footprint, ServerProcess, footprint_of
 from dynamictp.testing.soak.clients import Scene, everyone
 from dynamictp.testing.soak.growth import Bound, Sample, Trend, trends
@@ -45,21 +44,6 @@ MUST_HAPPEN = (
     "streams", "left", "refused in a flood", "slow readers", "cold connections", "odd requests",
     "switches answered 200", "switches taken back", "leases answered 201", "looks",
 )  # fmt: skip
-CONFIG = """
-mode: dynamic
-shrink_after_s: 5
-min_interval_s: 1
-slow_window_s: 4
-sideways_after_s: 5
-switches_per_hour: 3600
-ramp_observe_s: 0.3
-ramp_settle_s: 0.3
-reserve_ahead_s: 1
-bar_s: 1
-journal_entries: 100
-slo: {ttft_p99_s: 2, ttft_per_token_ms: 2, tpot_p99_ms: 40}
-"""
-"""The journal is short, so that its ring is full long before the second half."""
 KEYS = "soak-key-1 acme 5\nsoak-key-2 bolt\nsoak-key-3 batch -10\n"
 ADMIN_KEY = "soak-admin-key"
 
@@ -122,13 +106,10 @@ async def run_soak(seed: int, minutes: float, progress: Progress = lambda text: 
 
 @contextmanager
 def _server() -> Iterator[ServerProcess]:
-    with tempfile.TemporaryDirectory() as folder:
-        files = {"soak.yaml": CONFIG, "keys": KEYS, "admin-keys": f"{ADMIN_KEY}\n"}
-        for name, content in files.items():
-            (Path(folder) / name).write_text(content, encoding="utf-8")
+    with config_files(**{"keys": KEYS, "admin-keys": f"{ADMIN_KEY}\n"}) as folder:
         arguments = (
             "serve", "demo", "--devices", str(DEVICES), "--layout", "tp1", "--kv-memory", "96MiB",
-            "--config", f"{folder}/soak.yaml", "--max-waiting", "64", "--max-wait-s", "8",
+            "--config", f"{folder}/planner.yaml", "--max-waiting", "64", "--max-wait-s", "8",
             "--api-key-file", f"{folder}/keys", "--admin-key-file", f"{folder}/admin-keys",
         )  # fmt: skip
         with ServerProcess(*arguments, environment={"DYNAMICTP_CHECK": "1"}) as server:
