@@ -46,6 +46,8 @@ class Scene:
     count: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    release_until_s: float = 0.0
+    """Until then leases may end workers; what grows in those that begin later could be their beginning."""
 
     def api(self) -> httpx.AsyncClient:
         return client_of(self.url, self.rng.choice(self.keys))
@@ -286,7 +288,8 @@ async def lease(scene: Scene) -> None:
     rng = scene.rng
     async with scene.admin() as http:
         while await scene.rest(rng.uniform(0.5, 4.0)):
-            level = "released" if rng.random() < 0.1 else "standby"
+            released = time.monotonic() < scene.release_until_s and rng.random() < 0.1
+            level = "released" if released else "standby"
             asked = {"devices": 1, "level": level, "notice_s": 2, "grace_s": 1, "wait_s": 10}
             response = await http.post("/admin/leases", json=asked)
             scene.count[f"leases answered {response.status_code}"] += 1

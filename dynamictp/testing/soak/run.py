@@ -119,6 +119,7 @@ def _server() -> Iterator[ServerProcess]:
 async def _play(server: ServerProcess, scene: Scene, seconds: float, progress: Progress) -> list[Sample]:
     """The crowd for so long; what the processes held meanwhile."""
     scene.over.clear()
+    scene.release_until_s = time.monotonic() + seconds * WARM_SHARE
     crowd = [asyncio.create_task(_guard(one(scene), scene)) for one in everyone()]
     samples: list[Sample] = []
     began, due_s = time.monotonic(), REPORT_S
