@@ -46,6 +46,11 @@ class Switch:
     settings: RampSettings | None = None
     ramp: Ramp | None = None
     """While it is in its ramp."""
+    began_s: float = field(init=False)
+    """When the command came."""
+
+    def __post_init__(self) -> None:
+        self.began_s = self.mark_s
 
     def finish_phase(self, name: str, now: float) -> None:
         """The phase `name` ends and the next one begins."""

@@ -19,6 +19,7 @@ from dynamictp.messages import (
     CancelRequest,
     EngineReady,
     EngineStart,
+    FirstAdmission,
     Outputs,
     SamplingParams,
     SetLayout,
@@ -118,6 +119,7 @@ class Simulation:
         self.cluster = FakeCluster(start.devices, FakeArena(pages, PAGE, HEADS), VOCAB)
         self.streams: dict[str, Stream] = {}
         self.statuses: dict[str, SwitchStatus] = {}
+        self.first_admitted_ms: dict[str, float] = {}
         self.ready: EngineReady | None = None
         self.snapshot: Snapshot | None = None
         self.lost: list[WorkerLost] = []
@@ -319,6 +321,9 @@ class Simulation:
                 self.statuses[body.switch_id] = body
                 if body.outcome in TERMINAL:
                     self.outcomes.append(body.outcome)
+            case FirstAdmission():
+                assert body.switch_id not in self.first_admitted_ms
+                self.first_admitted_ms[body.switch_id] = body.milliseconds
             case EngineReady():
                 assert self.ready is None
                 self.ready = body
