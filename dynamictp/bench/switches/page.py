@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dynamictp.bench.stats import Quantiles, quantiles
 from dynamictp.bench.switches.outcome import COMMIT_MS, EFFECT_MS, Outcome, PlayFigures, SwitchFigures
-from dynamictp.bench.switches.study import LONG_SHARE, LONG_TOKENS, PROMPT_TOKENS, SHORT_TOKENS
+from dynamictp.bench.switches.study import (
+    LONG_SHARE,
+    LONG_TOKENS,
+    PROMPT_TOKENS,
+    SHORT_TOKENS,
+    WANTED_SWITCHES,
+)
 
 _SHOWN_OUT = 50
 
@@ -42,6 +48,8 @@ def _lines(outcome: Outcome, picture: str) -> Iterator[str]:
     yield "# Switches under load"
     yield ""
     yield f"{len(outcome.switches)} switches at distances of {study.every_s:g} s, on the real server."
+    if len(outcome.switches) < WANTED_SWITCHES:
+        yield f"**A short run: {WANTED_SWITCHES} switches are wanted before its 99th percentiles say much.**"
     yield ""
     yield from (
         f"- {verdict.text}: {'held' if verdict.held else '**MISSED**'}" for verdict in outcome.verdicts
@@ -118,8 +126,8 @@ def _phases(switches: Sequence[SwitchFigures]) -> Iterator[str]:
     handovers, recomputes = sum(s.handovers for s in switches), sum(s.recomputes for s in switches)
     yield ""
     yield (
-        f"{unmet} switches saw no request before the next one. {handovers} running requests were handed over,"
-        f" {recomputes} were recomputed."
+        f"Switches that saw no request before the next one: {unmet}. {handovers} running requests were"
+        f" handed over, {recomputes} were recomputed."
     )
 
 

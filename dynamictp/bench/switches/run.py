@@ -63,8 +63,7 @@ def run(job: Job, console: Console) -> bool:
 
     Raises FatalError when a server does not start, or a switch or a warm-up request fails.
     """
-    minutes = job.study.seconds / 60
-    console.print(f"{job.study.switches} switches under load, about {minutes:.0f} minutes of plays")
+    console.print(f"{job.study.switches} switches under load, {job.study.seconds:.0f} s of plays")
     found: list[Outcome] = []
     command = [*serve_command("tp1"), *job.serve_flags]
     with_server(command, console, lambda url: found.append(measure(job, Player(url), probe_memory, console)))

@@ -14,6 +14,8 @@ from dynamictp.bench.workload import arrivals
 
 CYCLE = ("tp2", "tp1+tp1", "tp1", "tp1+tp1", "tp2", "tp1")
 """From `tp1` on, through every change between two of the three layouts once."""
+WANTED_SWITCHES = 200
+"""Of the full study: fewer say little about a 99th percentile."""
 LAYOUTS = ("tp1", "tp2", "tp1+tp1")
 LOAD_SHARE = 0.6
 """Of the requests that `tp1` finishes per second when it never runs out of them."""
@@ -42,7 +44,7 @@ class Study:
     given.
     """
 
-    switches: int = 200
+    switches: int = WANTED_SWITCHES
     every_s: float = 2.0
     controls: tuple[str, ...] = LAYOUTS
     rate_per_s: float = 0.0

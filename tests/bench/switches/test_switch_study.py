@@ -259,11 +259,12 @@ def test_the_page_says_what_was_measured_where_and_when() -> None:
                   "60% of the 5.00 that `tp1` finishes",
                   "| commit (P99 at most 50) | 4 | 0.1 | 0.1 | 0.1 |",
                   "| tp1 → tp2 | 2 | 40, 40 | 100, 101 |",
-                  "2 switches saw no request before the next one. 8 running requests were handed over",
+                  "Switches that saw no request before the next one: 2. 8 running requests were handed over",
                   "| with switches | 2 | 0 | 10 |", "| tp1 | 2 | 0 | 10 |", "memory state A (36 to 36 GB/s",
                   "0 of 2 running streams at a switch beyond their gap limit: held"):  # fmt: skip
         assert words in text, words
     assert "MISSED" not in text
+    assert "**A short run: 200 switches are wanted" in text
     assert "Streams beyond" not in text
 
 
