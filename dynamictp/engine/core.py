@@ -32,6 +32,7 @@ from dynamictp.messages import (
     DomainProven,
     EngineReady,
     EngineStart,
+    FirstAdmission,
     SetDevices,
     SetLayout,
     Shutdown,
@@ -350,9 +351,11 @@ class EngineCore:
         self.layouts.on_failed(domain, error, worker_lost=worker_lost)
         self._next_snapshot_s = self._clock.now()
 
-    def _on_status(self, status: SwitchStatus) -> None:
-        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
+    def _on_status(self, status: SwitchStatus | FirstAdmission) -> None:
         self.to_server.append(status)
+        if isinstance(status, FirstAdmission):
+            return
+        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
         self._next_snapshot_s = self._clock.now()
 
     def _announce(self) -> None:
