@@ -36,6 +36,11 @@ LOWEST_LOGPROB = -9999.0
 class Renderer(Protocol):
     """Writes one generation in the style of its endpoint."""
 
+    @property
+    def model(self) -> str:
+        """Its name in the answer."""
+        ...
+
     def opening(self, index: int, choice: Choice) -> bytes:
         """Events before a choice's first text."""
         ...

@@ -19,6 +19,7 @@ from dynamictp.model.source import ModelSource
 from dynamictp.model.weights import WeightIndex, plan_weights
 from dynamictp.observe.machine import MachineSources, Placed
 from dynamictp.observe.tracing import open_tracer
+from dynamictp.process import core_wait_s
 from dynamictp.server.admission import QueueLimits
 from dynamictp.server.keys import KeyRings
 from dynamictp.server.machine import available_memory_bytes, usable_cores
@@ -138,7 +139,13 @@ class ServedModel:
     def keep_alive(self) -> None:
         """From now on replace what ends, and let the planner act."""
         service = self.service
-        recovery = Recovery(service.client, service.engine_lost, service.clock, hang_s=self.config.hang_s)
+        recovery = Recovery(
+            service.client,
+            service.engine_lost,
+            service.clock,
+            hang_s=self.config.hang_s,
+            core_wait_s=lambda: core_wait_s(self.supervisor.engine_pid or 0),
+        )
         self.supervisor.keep_alive(recovery)
         self._tasks.append(asyncio.create_task(recovery.watch(self.supervisor.kill_engine)))
         if service.plane is not None:

@@ -15,6 +15,7 @@ from dynamictp.control.config import ControlConfig
 from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import Journal
 from dynamictp.control.state import PlannerState
+from dynamictp.control.windows import TrafficWindows
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
 from dynamictp.layout import Layout, legal_specs, parse_layout
@@ -33,7 +34,6 @@ from dynamictp.server.pool_view import PoolView
 from dynamictp.server.requests import SamplingDefaults
 from dynamictp.server.shares import DeviceShares, Need, Share
 from dynamictp.server.switches import SwitchBoard
-from dynamictp.server.traffic import Traffic
 
 SWITCH_WAIT_S = 60.0
 
@@ -117,6 +117,7 @@ class Service:
             metrics,
             admission=admission,
             on_switch=switches.on_status,
+            on_first_admission=switches.on_first_admission,
             on_worker_lost=on_worker_lost,
         )
         service = cls(
@@ -152,7 +153,7 @@ class Service:
     def plan_with(self, facts: PoolFacts, config: ControlConfig, journal: Path | None = None) -> ControlPlane:
         """Have a planner, which writes its decisions to the file `journal` too. Its loop is the caller's to
         run. Raises `ConfigError` when the file can't be written."""
-        traffic = Traffic(self.clock, config)
+        traffic = TrafficWindows(self.clock.now(), config)
         legal = tuple(map(str, legal_specs(self.legal_degrees, self.share.most)))
         self.client.traffic = traffic
         self.plane = ControlPlane(
