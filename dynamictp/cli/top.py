@@ -21,12 +21,13 @@ MOST_POINTS = 2500
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--interval", type=click.FloatRange(min=0.2), default=1.0, show_default=True, help="seconds")
 @click.option("--once", is_flag=True, help="print one screen and exit")
+@click.option("--model", help="whose history and decisions to show, of several (default: the first)")
 @click.option("--admin-key", envvar="DYNAMICTP_ADMIN_KEY", help="admin key, where the server wants one")
-def top(url: str, interval: float, once: bool, admin_key: str | None) -> None:
+def top(url: str, interval: float, once: bool, model: str | None, admin_key: str | None) -> None:
     """Watch a running server: devices and domains, degree, traffic, latency, switches and their reasons."""
     console = Console(highlight=False)
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-    view = View()
+    view = View(model=model or "")
     with httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S, trust_env=False
     ) as http:
@@ -48,21 +49,23 @@ def top(url: str, interval: float, once: bool, admin_key: str | None) -> None:
 def look(http: httpx.Client, view: View) -> None:
     """Bring the view up to date. Raises `DynamicTPError` when the server does not answer."""
     since = view.points["t"][-1] if view.points.get("t") else 0
-    history = _get(http, f"/admin/history?since={since}")
+    which = {"model": view.model} if view.model else {}
+    history = _get(http, "/admin/history", since=since, **which)
     view.layout = _get(http, "/admin/layout") or {}
     if history is None:
-        raise DynamicTPError(f"{http.base_url} tells no history: an older server?")
+        whose = f" of model {view.model}" if view.model else ""
+        raise DynamicTPError(f"{http.base_url} tells no history{whose}: an older server?")
     view.model = history["model"]
     for name, values in history["points"].items():
         view.points[name] = (view.points.get(name, []) + values)[-MOST_POINTS:]
     view.switches = (_get(http, "/admin/switches") or {}).get("switches", ())
-    view.decisions = (_get(http, "/admin/decisions?last=120") or {}).get("decisions", ())
+    view.decisions = (_get(http, "/admin/decisions", last=120, model=view.model) or {}).get("decisions", ())
 
 
-def _get(http: httpx.Client, path: str) -> dict[str, Any] | None:
+def _get(http: httpx.Client, path: str, **query: Any) -> dict[str, Any] | None:
     """A body; None where the server has none, such as decisions without a planner."""
     try:
-        response = http.get(path)
+        response = http.get(path, params=query)
     except httpx.HTTPError as error:
         raise DynamicTPError(f"no answer from {http.base_url}: {error}") from error
     if response.status_code in (401, 403):

@@ -22,8 +22,13 @@ def show_layout(roster: Roster) -> dict[str, Any]:
     own under `models`."""
     if not roster.several:
         service = roster.first
-        return {**_show_model(service), "domains": _domains(service), "devices": _show_devices(roster)}
-    models = {service.model: _show_model(service) for service in roster.services}
+        return {
+            **_show_model(service, named=False),
+            "domains": _domains(service),
+            "devices": _show_devices(roster),
+        }
+    every = {service.model: _show_model(service, named=True) for service in roster.services}
+    models = {service.model: every[service.model] for service in roster.living}
     each = models.values()
     return {
         "mode": roster.first.mode,
@@ -38,7 +43,7 @@ def show_layout(roster: Roster) -> dict[str, Any]:
             for name, m in models.items()
             for bar in m["barred"]
         ],
-        "domains": [domain for service in roster.services for domain in _domains(service)],
+        "domains": [domain for service in roster.living for domain in _domains(service)],
         "devices": _show_devices(roster),
         "models": [
             {
@@ -48,7 +53,7 @@ def show_layout(roster: Roster) -> dict[str, Any]:
                 "max_devices": service.share.most,
                 "ready": service.client.is_ready,
                 "failure": service.client.failure,
-                **{key: models[service.model][key] for key in _OF_EACH},
+                **{key: every[service.model][key] for key in _OF_EACH},
             }
             for service in roster.services
         ],
@@ -59,7 +64,7 @@ def observed_of(roster: Roster) -> str:
     """The layout in force; it names the models where there are several."""
     if not roster.several:
         return roster.first.observed
-    return joined({service.model: service.observed for service in roster.services})
+    return joined({service.model: service.observed for service in roster.living})
 
 
 def show_switch(roster: Roster, service: Service, switch_id: str) -> dict[str, object]:
@@ -88,14 +93,14 @@ def _with_model(shown: dict[str, object], service: Service) -> dict[str, object]
     return {**shown, **both, "model": name}
 
 
-def _show_model(service: Service) -> dict[str, Any]:
-    """What is one model's own, with layouts that don't name it."""
+def _show_model(service: Service, *, named: bool) -> dict[str, Any]:
+    """What is one model's own, with layouts that don't name it, but for the switch where it is `named`."""
     snapshot, board, plane = service.client.snapshot, service.switches, service.plane
     in_flight = board.in_flight
     switch = None
     if in_flight is not None:
         switch = describe(in_flight, board.times(in_flight.switch_id))
-        switch = _with_model(switch, service) if len(service.shares.all) > 1 else switch
+        switch = _with_model(switch, service) if named else switch
     return {
         "mode": service.mode,
         "pinned": board.pinned,
@@ -140,7 +145,7 @@ def _show_devices(roster: Roster) -> list[dict[str, Any]]:
     shown = []
     for device in pool.devices:
         holder = shares.holder_of(device)
-        service = roster.pick(holder.name) if holder is not None else roster.first
+        service = roster.pick(holder.name) if holder is not None else roster.living[0]
         snapshot = service.client.snapshot
         if snapshot is None:
             continue

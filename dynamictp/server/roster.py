@@ -36,6 +36,12 @@ class Roster:
         return tuple(self._services.values())
 
     @property
+    def living(self) -> Sequence[Service]:
+        """Those that have not failed for good."""
+        members = {share.name for share in self.shares.all}
+        return tuple(service for service in self.services if service.model in members)
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._services)
 

@@ -126,15 +126,17 @@ class Supervisor:
             on_ended=self._on_worker_ended,
             label=self._who,
         )
-        progress(f"starting engine and {plan.devices} worker(s)")
-        for device in range(plan.devices):
+        # The engine can do without those of other models' devices; they follow once it serves.
+        first = [device for device in range(plan.devices) if device not in self.leased()]
+        progress(f"starting engine and {len(first)} worker(s)")
+        for device in first:
             pool.begin(device, self._engine_incarnation)
         link = self._spawn_engine(str(plan.layout))
         kind = self._index.weights or self._index.dtype
         progress(f"loading {config.model} ({self._index.total_bytes / 1e6:.0f} MB, {kind})")
         cores = len({core for cores in plan.cores for core in cores})
         await load_weights(config.model, self._index, self._memory["weights"].fd, cores=cores)
-        for device in range(plan.devices):
+        for device in first:
             pool.go(device)
         return link
 
@@ -142,6 +144,9 @@ class Supervisor:
         """From now on replace what ends."""
         self._user = user
         if self._pool is not None and not self._stopping:
+            for device, incarnation in enumerate(self._pool.incarnations):
+                if not incarnation:
+                    self._replace_worker(device)
             self._pool.keep_spare()
         self._look_for_stopped(StoppedProcesses(STOPPED_SHARE * self._config.hang_s))
 
@@ -234,6 +239,7 @@ class Supervisor:
         self._after_crash(f"{self._who}worker {device}", code, lived_s, lambda: self._replace_worker(device))
 
     def _replace_worker(self, device: int) -> None:
+        """Start the device's next worker, or its first."""
         assert self._pool is not None
         assert self._user is not None
         incarnation = self._pool.begin(device, self._engine_incarnation)
