@@ -96,6 +96,25 @@ def test_the_ideal_corner_bounds_the_others() -> None:
         assert values == sorted(values), f"{metric}: ideal, fast, expected, slow"
 
 
+def test_the_first_token_of_an_idle_replica_is_its_prompt_and_the_way_there_and_back() -> None:
+    model = replica(CHAT)
+    latency = model.latency(1e-9, 1, Targets())
+    alone = sum(node.weight * model.steps.prompt(node.tokens, 2048).total_s for node in CHAT.prompts)
+    assert latency.ttft_mean == pytest.approx(alone + 5e-3, rel=1e-3), "5 ms assumed outside of steps"
+    assert replica(CHAT, Corner.IDEAL).latency(1e-9, 1, Targets()).ttft_mean < alone, "no host at the bound"
+
+
+def test_a_busy_replica_makes_a_prompt_wait_for_steps() -> None:
+    # Nearly no prompts beside (their share of time is 0.2 %): half a step, one planned ahead, then its own.
+    few = Workload("few", (RequestClass("few", Lengths(16, 16), Lengths(4000, 4000)),))
+    model = replica(few)
+    state = model.steady(8 / (3999 * model.decode_s(8)))
+    assert state.batch == pytest.approx(8, rel=0.02)
+    ((_, first),) = model.services(state, model.prompt_costs(state.batch))
+    added = model.prompt(16, state.batch).added
+    assert first == pytest.approx(5e-3 + 2.5 * state.decode_step_s + added, rel=0.01)
+
+
 @pytest.mark.parametrize(("workload", "load"), [(CHAT, 0.5), (RAG, 0.5), (RAG, 0.75)])
 def test_the_mean_field_against_a_simulation_of_steps(workload: Workload, load: float) -> None:
     model = replica(workload)

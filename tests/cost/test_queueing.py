@@ -39,6 +39,13 @@ def test_more_load_than_servers_never_ends() -> None:
     assert quantile_of_sum(0.99, [(1.0, 1.0)], [Wait(1.0, math.inf)]) == math.inf
 
 
+def test_the_variance_of_a_wait() -> None:
+    # M/M/1 at load 0.5, service 1: W has P(W > t) = 0.5 exp(-0.5 t); E[W] = 1, E[W^2] = 0.5 x 2 x 4 = 4.
+    wait = mgc_wait(0.5, 1.0, 2.0, 1)
+    assert wait.mean == pytest.approx(1.0)
+    assert wait.variance == pytest.approx(4.0 - 1.0)
+
+
 def test_quantile_of_a_wait_before_a_constant_service() -> None:
     # P(W > t) = 0.5 exp(-t/2): one in a hundred at 2 ln 50.
     found = quantile_of_sum(0.99, [(1.0, 3.0)], [Wait(0.5, 2.0)])

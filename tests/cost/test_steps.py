@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dynamictp.cost.calibration import Calibration, CalibrationPoint
+from dynamictp.cost.calibration import Calibration, CalibrationPoint, RequestPoint
 from dynamictp.cost.collectives import all_reduce_s
 from dynamictp.cost.figures import Corner, Figure
 from dynamictp.cost.hardware import Assumptions, DeviceFacts, LinkFacts
@@ -137,6 +137,30 @@ def test_calibration_replaces_the_assumptions() -> None:
     assert slow.base(1, 1).total_s == pytest.approx(1.15 * corrected.base(1, 1).total_s)
     bound = StepModel(msgspec.structs.replace(domain, calibration=calibration), Corner.IDEAL)
     assert bound.base(1, 1) == StepModel(domain, Corner.IDEAL).base(1, 1), "physics is not corrected"
+
+
+def test_a_request_outside_of_steps_is_assumed_until_it_is_measured() -> None:
+    domain = Domain(LLAMA_13B, A100_40G, 1)
+    assumed = Assumptions().request_overhead_s
+    for corner, seconds in ((Corner.FAST, assumed.better), (Corner.EXPECTED, 5e-3), (Corner.IDEAL, 0.0)):
+        steps = StepModel(domain, corner)
+        assert steps.request_s(busy=False) == steps.request_s(busy=True) == seconds
+
+
+def test_a_request_takes_longer_where_the_cores_compute() -> None:
+    # 4 ms on an idle node, 12 ms beside two busy cores: 8 ms beside that of tp1, 12 beside tp1 + tp1.
+    points = (RequestPoint(0, 4e-3, 3e-3, 6e-3), RequestPoint(2, 12e-3, 9e-3, 20e-3))
+    calibration = Calibration("13b", "core", "test", (), requests=points)
+    alone = Domain(LLAMA_13B, A100_40G, 1, calibration=calibration)
+    both = msgspec.structs.replace(alone, active_devices=2)
+    pair = msgspec.structs.replace(alone, tp=2, link=NVLINK)
+    assert StepModel(alone).request_s(busy=False) == pytest.approx(4e-3)
+    assert StepModel(alone).request_s(busy=True) == pytest.approx(8e-3)
+    assert (
+        StepModel(both).request_s(busy=True) == StepModel(pair).request_s(busy=True) == pytest.approx(12e-3)
+    )
+    assert StepModel(pair, Corner.SLOW).request_s(busy=True) == pytest.approx(20e-3), "the upper quartile"
+    assert StepModel(pair, Corner.IDEAL).request_s(busy=True) == 0
 
 
 def test_what_is_missing_is_named() -> None:
