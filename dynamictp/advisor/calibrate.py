@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from dynamictp.advisor.machine import Machine
@@ -28,9 +29,10 @@ from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
 from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import Request, together
 from dynamictp.clock import SystemClock
-from dynamictp.cost.calibration import Calibration, CalibrationPoint, RequestPoint
+from dynamictp.cost.calibration import Calibration, CalibrationPoint, CrowdedPoint, RequestPoint
 from dynamictp.cost.figures import Corner
 from dynamictp.cost.hardware import Assumptions, EngineLimits
+from dynamictp.cost.queueing import bisect
 from dynamictp.cost.shape import ModelShape
 from dynamictp.cost.steps import Domain, StepModel
 from dynamictp.errors import FatalError
@@ -48,6 +50,7 @@ _PROBES = 24
 """Prompts of one token beside running streams."""
 _PROBE_EVERY = 7.3
 """Steps between two of them: no whole number, so that they come at any moment of a step."""
+_MOST_SLOWDOWN = 4.0
 _WHOLE = {"ignore_eos": True}
 
 
@@ -84,14 +87,25 @@ class Calibrator:
         """
         points: list[CalibrationPoint] = []
         requests: list[RequestPoint] = []
+        crowded: list[CrowdedPoint] = []
         for tp in degrees:
             self._say(f"tp{tp}")
             self._set_layout(f"tp{tp}")
             steps, idle = self._degree(tp)
             points += steps
-            requests += [idle, self._beside(tp, 1)]
-            if self._machine.devices // tp > 1:
-                requests.append(self._beside(tp, self._machine.devices // tp))
+            requests += [idle, self._beside(tp, 1, self._streams_s(1))]
+            if (most := self._machine.devices // tp) > 1:
+                self._set_layout("+".join([f"tp{tp}"] * most))
+                step_s = self._streams_s(most)
+                requests.append(self._beside(tp, most, step_s))
+                if self._machine.device.shared_bandwidth is not None:
+                    domain = self._domain(tp, self._calibration(points), tp * most)
+                    crowded.append(CrowdedPoint(tp, tp * most, memory_slowdown(domain, step_s)))
+        return msgspec.structs.replace(
+            self._calibration(points), requests=merged(requests), crowded=tuple(crowded)
+        )
+
+    def _calibration(self, points: Sequence[CalibrationPoint]) -> Calibration:
         device = self._machine.device
         return Calibration(
             model=self._shape.name,
@@ -101,16 +115,26 @@ class Calibrator:
             bandwidth=device.bandwidth.value,
             shared_bandwidth=0.0 if device.shared_bandwidth is None else device.shared_bandwidth.value,
             flops=device.bf16_flops.value,
-            requests=merged(requests),
         )
+
+    def _domain(self, tp: int, calibration: Calibration | None = None, active_devices: int = 1) -> Domain:
+        return Domain(
+            self._shape,
+            self._machine.device,
+            tp,
+            link=place_replicas(self._machine, tp, 1)[0].link,
+            assumptions=self._assumptions,
+            calibration=calibration,
+            active_devices=active_devices,
+        )
+
+    def _streams_s(self, domains: int) -> float:
+        """A step of every domain with `LONG_STREAMS` short streams each."""
+        return self._decode_s(LONG_STREAMS * domains, SHORT_CONTEXT)
 
     def _degree(self, tp: int) -> tuple[list[CalibrationPoint], RequestPoint]:
         """Steps of one domain, and a request on an idle server."""
-        placed = place_replicas(self._machine, tp, 1)
-        steps = StepModel(
-            Domain(self._shape, self._machine.device, tp, link=placed[0].link, assumptions=self._assumptions),
-            Corner.EXPECTED,
-        )
+        steps = StepModel(self._domain(tp), Corner.EXPECTED)
         self._first_tokens_s(PROMPTS[0], 1)  # first use of the communicator
         # Attention first: what it takes at the short context is part of the other measurements.
         short = self._decode_s(LONG_STREAMS, SHORT_CONTEXT)
@@ -178,12 +202,9 @@ class Calibrator:
             found.append(result.chunk_s[0] - result.sent_s)
         return found
 
-    def _beside(self, tp: int, domains: int) -> RequestPoint:
-        """A request beside running streams on each of `domains` domains."""
-        if domains > 1:
-            self._set_layout("+".join([f"tp{tp}"] * domains))
+    def _beside(self, tp: int, domains: int, step_s: float) -> RequestPoint:
+        """A request beside running streams on each of `domains` domains, whose steps take `step_s`."""
         rows = LONG_STREAMS * domains
-        step_s = self._decode_s(rows, SHORT_CONTEXT)
         output = round(_PROBE_EVERY * (_PROBES + 2))
         streams = together(exact_prompts(self._ids, SHORT_CONTEXT, rows, self._rng), output, _WHOLE)
         probes = [
@@ -246,6 +267,24 @@ def outside_steps(
     moment = step_s / 2 if steps > 1 else 0.0
     spread = math.sqrt(max((high - low) ** 2 - moment**2, 0.0)) / 2
     return RequestPoint(busy_devices, middle, max(middle - spread, 0.0), middle + spread)
+
+
+def memory_slowdown(domain: Domain, step_s: float) -> float:
+    """How many times slower memory must be for a step of `LONG_STREAMS` short streams on that calibrated domain
+    among others to take `step_s`. At most 4 either way: beyond, something else was measured.
+    """
+    calibration = domain.calibration
+    assert calibration is not None
+
+    def too_fast(slowdown: float) -> bool:
+        point = CrowdedPoint(domain.tp, domain.active_devices, slowdown)
+        tried = msgspec.structs.replace(
+            domain, calibration=msgspec.structs.replace(calibration, crowded=(point,))
+        )
+        step = StepModel(tried).decode(LONG_STREAMS, SHORT_CONTEXT + _OUTPUT / 2)
+        return step.total_s < step_s
+
+    return bisect(too_fast, 1 / _MOST_SLOWDOWN, _MOST_SLOWDOWN)
 
 
 def merged(points: Sequence[RequestPoint]) -> tuple[RequestPoint, ...]:

@@ -243,6 +243,10 @@ def run(setup: Setup, out: Path | None, console: Console) -> int:
                     f"a request takes {point.seconds * 1e3:.1f} ms ({point.low_s * 1e3:.1f}-"
                     f"{point.high_s * 1e3:.1f}) outside of steps beside {point.busy_devices} busy cores"
                 )
+            for crowd in calibration.crowded:
+                console.print(
+                    f"memory is {crowd.slowdown:.2f} times as slow with {crowd.busy_devices} busy cores"
+                )
             calibrated = msgspec.structs.replace(question, calibration=calibration)
             for workload in FOUR_CLASSES:
                 results = measure(url, layout, workload, setup)

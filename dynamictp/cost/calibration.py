@@ -49,6 +49,16 @@ class RequestPoint(msgspec.Struct, frozen=True):
     high_s: float
 
 
+class CrowdedPoint(msgspec.Struct, frozen=True):
+    """How many times slower the memory of a domain of `tp` is than its bandwidths say, while so many devices
+    of the node compute: what they do to each other, and the host's work to all of them.
+    """
+
+    tp: int
+    busy_devices: int
+    slowdown: float
+
+
 class Correction(msgspec.Struct, frozen=True):
     """What to multiply a time by, and how far the truth may lie from it as a fraction."""
 
@@ -85,6 +95,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: float = 0.0
     requests: tuple[RequestPoint, ...] = ()
     """By rising number of busy devices; empty: not measured."""
+    crowded: tuple[CrowdedPoint, ...] = ()
+    """Measured beside other domains; a domain alone has its ratios."""
     version: int = 1
 
     def curve(self, op: Op, tp: int) -> Curve | None:
@@ -117,6 +129,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ideal=0.0,
         )
 
+    def slowdown(self, tp: int, busy_devices: int) -> float:
+        """Of memory beside other domains; 1 where just that was not measured."""
+        found = (p for p in self.crowded if (p.tp, p.busy_devices) == (tp, busy_devices))
+        return next((point.slowdown for point in found), 1.0)
+
     @property
     def degrees(self) -> tuple[int, ...]:
         """Measured degrees; others inherit."""
@@ -136,11 +153,13 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             calibration = msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"{path}: no calibration file ({error}); make one with `dynamictp calibrate URL`"
+                f"{path}: no calibration file ({reason}); make one with `dynamictp calibrate URL`"
             ) from error
         busy = [point.busy_devices for point in calibration.requests]
-        usable = all(point.ratio > 0 for point in calibration.points) and busy == sorted(set(busy))
+        positive = [p.ratio for p in calibration.points] + [p.slowdown for p in calibration.crowded]
+        usable = all(value > 0 for value in positive) and busy == sorted(set(busy))
         if calibration.version != 1 or not usable:
             raise ConfigError(f"{path}: version {calibration.version} or a figure is unusable; make it again")
         return calibration

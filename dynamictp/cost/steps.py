@@ -91,6 +91,8 @@ class StepModel:
         if device.shared_bandwidth is not None:
             busy = max(domain.active_devices, domain.tp * domain.pp)
             bandwidth = min(bandwidth, device.shared_bandwidth.at(self._inner) / busy)
+            if calibrated and domain.calibration is not None:
+                bandwidth /= domain.calibration.slowdown(domain.tp, busy)
         self._bandwidth = bandwidth * assumed.memory_efficiency.at(self._inner)
         efficiency = assumed.compute_efficiency.at(self._inner)
         self._flops = device.flops(shape.weights.compute).at(self._inner) * efficiency

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from dynamictp.advisor.calibrate import merged, outside_steps
-from dynamictp.cost.calibration import RequestPoint
+from dynamictp.advisor.calibrate import LONG_STREAMS, memory_slowdown, merged, outside_steps
+from dynamictp.cost.calibration import Calibration, CalibrationPoint, CrowdedPoint, RequestPoint
+from dynamictp.cost.figures import Corner, Figure
+from dynamictp.cost.hardware import DeviceFacts
+from dynamictp.cost.shape import ModelShape
+from dynamictp.cost.steps import Domain, StepModel
 
 
 def test_an_idle_request_is_its_first_token_less_one_step() -> None:
@@ -47,3 +52,35 @@ def test_layouts_that_keep_as_many_devices_busy_are_one_point() -> None:
         RequestPoint(0, 0.004, 0.003, 0.005),
         RequestPoint(2, pytest.approx(0.012), 0.008, 0.018),
     )
+
+
+CORE = DeviceFacts(
+    "core", 4e9, Figure(28e9, "measured", "x"), Figure(200e9, "measured", "x"),
+    shared_bandwidth=Figure(40e9, "measured", "x"), shared_memory=True, node_devices=2,
+)  # fmt: skip
+SMOL = ModelShape("smol", 30, 576, 9, 3, 64, 1536, 49152, 8192, tied_head=True)
+
+
+def test_a_crowded_memory_is_as_slow_as_its_steps_say() -> None:
+    ratios = Calibration("m", "d", "t", (CalibrationPoint("base", 1, 4, 0.8),))
+    crowd = Domain(SMOL, CORE, 1, calibration=ratios, active_devices=2)
+    plain = StepModel(crowd).decode(LONG_STREAMS, 52).total_s
+    assert memory_slowdown(crowd, plain) == pytest.approx(1.0, rel=1e-3)
+    found = memory_slowdown(crowd, 1.2 * plain)
+    assert 1.2 < found < 1.5, "memory is not all of a step"
+    measured = msgspec.structs.replace(ratios, crowded=(CrowdedPoint(1, 2, found),))
+    corrected = msgspec.structs.replace(crowd, calibration=measured)
+    assert StepModel(corrected).decode(LONG_STREAMS, 52).total_s == pytest.approx(1.2 * plain, rel=1e-3)
+    assert memory_slowdown(crowd, 100 * plain) == pytest.approx(4.0), "bounded"
+
+
+def test_a_domain_alone_and_the_bound_know_no_crowd() -> None:
+    ratios = Calibration("m", "d", "t", (CalibrationPoint("base", 1, 4, 0.8),))
+    measured = msgspec.structs.replace(ratios, crowded=(CrowdedPoint(1, 2, 2.0),))
+    alone = Domain(SMOL, CORE, 1, calibration=ratios)
+    for domain, corner in (
+        (alone, Corner.EXPECTED),
+        (msgspec.structs.replace(alone, active_devices=2), Corner.IDEAL),
+    ):
+        other = msgspec.structs.replace(domain, calibration=measured)
+        assert StepModel(other, corner).base(4, 4) == StepModel(domain, corner).base(4, 4)

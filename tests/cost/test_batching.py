@@ -59,6 +59,41 @@ def test_little_kv_bounds_the_batch() -> None:
     assert replica(RAG, kv=2_000).max_batch == 0, "not even the longest request"
 
 
+def test_the_batch_that_kv_holds_by_hand() -> None:
+    # Constant lengths: contexts go evenly from 1,000 to 1,200: mean 1,100, variance 200^2 / 12. Pages of 16
+    # add 8. B x 1,108 + 2.33 x 57.7 x sqrt(B) = 30,000: at B = 26 it is 29,494, at 27 it is 30,615.
+    constant = Workload("c", (RequestClass("c", Lengths(1000, 1000), Lengths(200, 200)),))
+    assert constant.running_context == 1100
+    assert constant.running_context_variance == pytest.approx(200**2 / 12)
+    assert replica(constant, kv=30_000).max_batch == 26
+
+
+def test_capacity_and_stretch_by_hand() -> None:
+    # Little's law: a rate of B / (E[n] d + B m) keeps B rows decoding; prompts take rate x m of the time, and
+    # a token takes d / (1 - rate m).
+    model = replica(CHAT)
+    rows = float(model.max_batch)
+    m = sum(weight * cost.added for weight, cost in model.prompt_costs(rows))
+    rate = rows / (299 * model.decode_s(rows) + rows * m)
+    assert CHAT.mean_output == pytest.approx(300, rel=1e-3)
+    assert model.capacity() == pytest.approx(rate, rel=2e-3)
+    state = model.state(rate, rows)
+    assert state.tpot_s == pytest.approx(model.decode_s(rows) / (1 - rate * m))
+    assert state.batch == pytest.approx(rate * 299 * state.tpot_s, rel=2e-3)
+
+
+def test_a_chunk_leaves_the_step_within_its_time() -> None:
+    # Of 100 ms, d(8) go to the rows; the rest buys tokens at base(2,048) / 2,048 each, a page at least.
+    steps = StepModel(Domain(LLAMA_8B, A100, 1, link=NVLINK))
+    limits = EngineLimits(max_batched_tokens=2048, max_num_seqs=64, max_step_s=0.1)
+    model = Replica(steps, CHAT, limits, KV_TOKENS)
+    per_token = steps.base(2048, 1).total_s / 2048
+    assert model.chunk_tokens(8) == pytest.approx((0.1 - model.decode_s(8)) / per_token)
+    assert model.chunk_tokens(0) == 2048
+    tight = Replica(steps, CHAT, EngineLimits(max_step_s=1e-3), KV_TOKENS)
+    assert tight.chunk_tokens(8) == 16
+
+
 @pytest.mark.parametrize("workload", [CHAT, RAG])
 def test_latency_grows_with_load(workload: Workload) -> None:
     model = replica(workload)

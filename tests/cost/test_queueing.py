@@ -34,6 +34,13 @@ def test_several_servers_are_exact_for_exponential_service() -> None:
     assert mgc_wait(1.0, 1.0, 2.0, 2).mean == pytest.approx(1 / 3)
 
 
+def test_several_servers_scale_with_the_variability_of_service() -> None:
+    # Lee and Longton 1959: W(M/G/c) = (1 + cv^2) / 2 x W(M/M/c). Constant service halves the 1/3 of M/M/2;
+    # cv^2 = 3 doubles it.
+    assert mgc_wait(1.0, 1.0, 1.0, 2).mean == pytest.approx(1 / 6)
+    assert mgc_wait(1.0, 1.0, 4.0, 2).mean == pytest.approx(2 / 3)
+
+
 def test_more_load_than_servers_never_ends() -> None:
     assert mgc_wait(2.0, 1.0, 1.0, 2) == Wait(1.0, math.inf)
     assert quantile_of_sum(0.99, [(1.0, 1.0)], [Wait(1.0, math.inf)]) == math.inf

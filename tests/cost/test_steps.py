@@ -124,6 +124,31 @@ def test_cores_share_one_memory() -> None:
     assert together == pytest.approx(alone / (36 / 28), rel=0.02), "TP2 gains what the memory gains"
 
 
+def test_an_exchange_through_memory_by_hand() -> None:
+    # Design 4: five exchanges a layer, each a barrier of 1 us and a write and a read of a rank's half of
+    # 64 tokens x 576 x 2 bytes: 73.7 KB over 36 GB/s = 2.05 us. 30 layers: 150 x 3.05 us = 457 us. Then half
+    # of the logits of 4 rows, 4 x 49,152 x 2 / 2 = 197 KB = 5.5 us.
+    core = DeviceFacts(
+        "core", 4e9, Figure(28e9, "measured", "x"), Figure(2e12, "measured", "x"), shared_memory=True,
+        node_devices=2,
+    )  # fmt: skip
+    shape = ModelShape("smol", 30, 576, 9, 3, 64, 1536, 49152, 8192, tied_head=True)
+    memory = LinkFacts("memory", Figure(36e9, "measured", "x"), Figure(1e-6, "measured", "x"))
+    found = ideal(Domain(shape, core, 2, link=memory)).communication_s(64, 4)
+    assert found == pytest.approx(457e-6 + 5.5e-6, rel=2e-3)
+
+
+def test_stages_send_their_activations_once() -> None:
+    # Narayanan et al. 2021: tokens x hidden at each boundary, cut by TP: 1,024 x 5,120 x 2 bytes / 25 GB/s =
+    # 419 us and 5 us of latency, over two boundaries.
+    network = LinkFacts("network", Figure(25e9, "assumed", "x"), Figure(5e-6, "assumed", "x"))
+    three = ideal(Domain(LLAMA_13B, A100_80G, 1, 3, stage_link=network))
+    assert three.communication_s(1024, 1) == pytest.approx(2 * (419.4e-6 + 5e-6), rel=1e-3)
+    cut = ideal(Domain(LLAMA_13B, A100_80G, 2, 3, link=NVLINK, stage_link=network))
+    inside = ideal(Domain(LLAMA_13B, A100_80G, 2, link=NVLINK)).communication_s(1024, 1)
+    assert cut.communication_s(1024, 1) - inside == pytest.approx(2 * (209.7e-6 + 5e-6), rel=1e-3)
+
+
 def test_calibration_replaces_the_assumptions() -> None:
     points = (CalibrationPoint("base", 1, 1, 2.0), CalibrationPoint("base", 1, 64, 4.0))
     calibration = Calibration("13b", "a100", "test", points)
