@@ -270,8 +270,8 @@ def outside_steps(
 
 
 def memory_slowdown(domain: Domain, step_s: float) -> float:
-    """How many times slower memory must be for a step of `LONG_STREAMS` short streams on that calibrated domain
-    among others to take `step_s`. At most 4 either way: beyond, something else was measured.
+    """How many times slower memory must be for `LONG_STREAMS` short streams on that calibrated domain, beside
+    others, to take `step_s` a step. At most 4 either way: beyond, something else was measured.
     """
     calibration = domain.calibration
     assert calibration is not None
