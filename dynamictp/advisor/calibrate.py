@@ -83,7 +83,7 @@ class Calibrator:
 
     def calibrate(self, degrees: Sequence[int]) -> Calibration:
         """Measure each degree with one domain of it, and requests beside as many domains as fit, too.
-        Takes about three quarters of a minute a degree on two cores.
+        Takes about a minute a degree on two cores.
         """
         points: list[CalibrationPoint] = []
         requests: list[RequestPoint] = []
