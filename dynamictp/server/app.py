@@ -46,7 +46,7 @@ def create_app(
         return json_response({"status": "ready", "layout": observed_of(roster)})
 
     async def version(request: Request) -> Response:
-        return json_response({"version": dynamictp.__version__})
+        return json_response({"version": dynamictp.__version__, "server": "dynamictp"})
 
     async def description(request: Request) -> Response:
         vocab = max(service.facts.vocab for service in roster.services)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.control.capacity import CostBook
@@ -78,6 +78,7 @@ class Service:
     share: Share = field(init=False)
     """Its devices; set by `create`."""
     shares: DeviceShares = field(init=False)
+    metrics_kind: ClassVar[type[Metrics]] = Metrics
 
     @classmethod
     def create(
@@ -110,7 +111,7 @@ class Service:
         limits = limits or QueueLimits()
         admission = AdmissionControl(clock, limits, tenants)
         incarnation = secrets.token_hex(3)
-        metrics = Metrics(admission=admission, clock=clock)
+        metrics = cls.metrics_kind(admission=admission, clock=clock)
         switches = SwitchBoard(incarnation, model if shares is not None else "")
         client = EngineClient(
             clock,

@@ -91,9 +91,11 @@ def _take(stream: Stream, chunk: dict[str, Any]) -> None:
         stream.handovers, stream.recomputes = served["handovers"], served["recomputes"]
 
 
-async def reference_streams(url: str, requests: Sequence[GateRequest], key: str = "") -> list[Stream]:
+async def reference_streams(
+    url: str, requests: Sequence[GateRequest], key: str = "", *, at_once: int = 8
+) -> list[Stream]:
     """Every request on an undisturbed server, a few at a time."""
-    limit = asyncio.Semaphore(8)
+    limit = asyncio.Semaphore(at_once)
     async with client_of(url, key) as client:
 
         async def one(request: GateRequest) -> Stream:
