@@ -49,7 +49,7 @@ def look(http: httpx.Client, view: View) -> None:
     since = view.points["t"][-1] if view.points.get("t") else 0
     history = _page(http, f"/admin/history?since={since}")
     view.layout = _page(http, "/admin/layout")
-    view.model = history["model"]
+    view.model, view.now, view.crashes = history["model"], history["now"], history.get("crashes", {})
     for name, values in history["points"].items():
         view.points[name] = (view.points.get(name, []) + values)[-MOST_POINTS:]
     view.switches = _page(http, "/admin/switches", optional=True).get("switches", ())

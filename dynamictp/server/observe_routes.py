@@ -56,6 +56,12 @@ class ObserveRoutes:
         if not math.isfinite(since):
             raise BadRequest(f"since must be a Unix time in seconds, not '{text[:40]}'", param="since")
         service = self._service
+        machine = service.metrics.machine
         return json_response(
-            {"now": time.time(), "model": service.model, "points": service.metrics.history.columns(since)}
+            {
+                "now": time.time(),
+                "model": service.model,
+                "points": service.metrics.history.columns(since),
+                "crashes": {"counts": machine.crashes, "last": machine.last_crash},
+            }
         )
