@@ -25,7 +25,7 @@ LOOK_S = 1.0
 
 
 @click.command("diagnose")
-@click.argument("target", metavar="URL|REPORT.json")
+@click.argument("target", metavar="[URL|REPORT.json]", default="http://127.0.0.1:8000")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1, max=3600),

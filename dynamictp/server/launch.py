@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -104,11 +105,13 @@ class _Launch:
         roster = Roster(model.service for model in models)
         roster.shares.desk.power = AllPowers([model.supervisor for model in models])
         cores = models[0].plan.cores
+        # Each model counts the crashes of its own processes.
         roster.machine = MachineMetrics(
-            MachineSources(
+            crashes=Counter(),
+            sources=MachineSources(
                 processes=lambda: {"server": os.getpid()},
                 devices=lambda: {device: Placed(None, own) for device, own in enumerate(cores)},
-            )
+            ),
         )
         return roster
 
