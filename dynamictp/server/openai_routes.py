@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from dynamictp.server.access import identity_of
 from dynamictp.server.answers import json_response
 from dynamictp.server.fields import parse_object
 from dynamictp.server.generation import Generation
-from dynamictp.server.prompts import INLINE_CHARS, chat_job, chat_tokens, completion_job, text_tokens
+from dynamictp.server.prompts import chat_job, chat_tokens, completion_job, text_tokens
 from dynamictp.server.render import ChatRenderer, CompletionRenderer
 from dynamictp.server.requests import (
     TIMEOUT_HEADER,
@@ -108,10 +107,8 @@ class OpenAIRoutes:
     async def detokenize(self, request: Request) -> Response:
         async with self._service.bodies.reading(request) as body:
             tokens, skip = parse_detokenize(parse_object(body), self._service.facts.vocab)
-            if len(tokens) <= INLINE_CHARS:
-                text = self._service.tokenizer.decode(tokens, skip)
-            else:
-                text = await asyncio.to_thread(self._service.tokenizer.decode, tokens, skip)
+            tokenizer = self._service.tokenizer
+            text = await self._service.texts.run(len(tokens), lambda: tokenizer.decode(tokens, skip))
         return json_response({"prompt": text})
 
     def _check_room(self, sender: Sender) -> None:
