@@ -37,7 +37,7 @@ class MachineSources:
 
 @dataclass
 class ProcessMetrics:
-    """What the sources' processes use, and the owner of their crashes. A process may end between two looks."""
+    """What the processes use, and owner of their crashes. A process may end between two looks."""
 
     sources: MachineSources = field(default_factory=MachineSources)
     wall: Callable[[], float] = time.time
