@@ -35,6 +35,15 @@ def create_app(
     its own serves `api=False`. Without `access` nobody is asked for a key or a name.
     """
 
+    async def root(request: Request) -> Response:
+        """For whoever opens the bare address: where things are on this port."""
+        places = {"description": "/openapi.json", "ready": "/ready"}
+        if api:
+            places |= {"models": "/v1/models", "chat": "/v1/chat/completions", "text": "/v1/completions"}
+        if admin:
+            places |= {"dashboard": "/dashboard", "metrics": "/metrics", "layout": "/admin/layout"}
+        return json_response({"name": "DynamicTP", "version": dynamictp.__version__, "paths": places})
+
     async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
 
@@ -51,9 +60,10 @@ def create_app(
         return json_response({"version": dynamictp.__version__})
 
     async def description(request: Request) -> Response:
-        return json_response(openapi(service.facts.vocab, api=api, admin=admin))
+        return json_response(openapi(service.facts.vocab, service.devices, api=api, admin=admin))
 
     routes = [
+        Route("/", root, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+import time
 
 import msgspec
 from starlette.requests import Request
@@ -11,45 +10,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dynamictp.control.config import build_control
-from dynamictp.control.pool import Lease, Level
+from dynamictp.control.pool import Lease
 from dynamictp.errors import BadRequest, ConfigError
 from dynamictp.server.answers import json_response
+from dynamictp.server.control_bodies import (
+    Config,
+    DecisionEntry,
+    Decisions,
+    LeaseAnswer,
+    Leases,
+    parse_decisions,
+    parse_lease,
+    parse_reload,
+)
 from dynamictp.server.control_plane import ControlPlane
-from dynamictp.server.fields import Fields, parse_object
+from dynamictp.server.fields import Fields, QueryFields, parse_object
 from dynamictp.server.service import Service
-
-MAX_WAIT_S = 600.0
-MAX_NOTICE_S = 3600.0
-MOST_DECISIONS = 10_000
-
-
-@dataclass(frozen=True)
-class LeaseRequest:
-    """`POST /admin/leases`."""
-
-    devices: int
-    level: Level
-    notice_s: float
-    grace_s: float
-    wait_s: float
-
-
-def parse_lend(fields: Fields, devices: int) -> LeaseRequest:
-    """Raises `BadRequest`. `devices` are those of the pool."""
-    fields.require("devices", "a number of devices")
-    count = fields.integer("devices", 1, devices) or 1
-    level = cast(Level, fields.choice("level", ("standby", "released"), "standby"))
-    notice_s = fields.number("notice_s", 0, MAX_NOTICE_S)
-    grace_s = fields.number("grace_s", 0, MAX_NOTICE_S)
-    wait_s = fields.number("wait_s", 0, MAX_WAIT_S) or 0.0
-    fields.finish()
-    return LeaseRequest(
-        devices=count,
-        level=level,
-        notice_s=10.0 if notice_s is None else notice_s,
-        grace_s=10.0 if grace_s is None else grace_s,
-        wait_s=wait_s,
-    )
 
 
 class ControlRoutes:
@@ -75,14 +51,12 @@ class ControlRoutes:
 
     async def leases(self, request: Request) -> Response:
         desk = self._service.desk
-        return json_response(
-            {"leases": [self._shown(lease) for lease in desk.pool.leases], "free": desk.pool.free}
-        )
+        return json_response(Leases([self._shown(lease) for lease in desk.pool.leases], desk.pool.free))
 
     async def lend(self, request: Request) -> Response:
         service = self._service
         async with service.bodies.reading(request) as body:
-            wanted = parse_lend(Fields(parse_object(body)), service.devices)
+            wanted = parse_lease(Fields(parse_object(body)), service.devices)
         service.client.check_open()
         lease = await service.desk.lease(
             wanted.devices,
@@ -102,38 +76,37 @@ class ControlRoutes:
     async def give_back(self, request: Request) -> Response:
         return json_response(self._shown(self._service.desk.give_back(request.path_params["id"])))
 
-    def _shown(self, lease: Lease) -> dict[str, Any]:
-        """Times are seconds from now; there is a deadline while it is being revoked."""
+    def _shown(self, lease: Lease) -> LeaseAnswer:
         now = self._service.clock.now()
         info = self._service.device_info()
-        shown: dict[str, Any] = {
-            "id": lease.id,
-            "devices": lease.devices,
-            "cores": sorted({core for d in lease.devices if d in info for core in info[d].cores}),
-            "level": lease.level,
-            "state": lease.state,
-            "notice_s": lease.notice_s,
-            "grace_s": lease.grace_s,
-            "expires_s": max(0.0, lease.expires_s - now),
-        }
-        if lease.deadline_s is not None:
-            shown["deadline_s"] = max(0.0, lease.deadline_s - now)
-        return shown
+        return LeaseAnswer(
+            id=lease.id,
+            devices=lease.devices,
+            cores=sorted({core for d in lease.devices if d in info for core in info[d].cores}),
+            level=lease.level,
+            state=lease.state,
+            notice_s=lease.notice_s,
+            grace_s=lease.grace_s,
+            expires_s=max(0.0, lease.expires_s - now),
+            deadline_s=msgspec.UNSET if lease.deadline_s is None else max(0.0, lease.deadline_s - now),
+            reason=lease.reason or msgspec.UNSET,
+        )
 
     # ------------------------------------------------------------ the planner
 
     async def decisions(self, request: Request) -> Response:
-        """The last decisions, the latest first; with `snapshots=1` also what each was based on."""
-        last = _number(request, "last", 20)
-        with_snapshots = _number(request, "snapshots", 0)
-        plane = self._plane()
-        shown = []
-        for entry in reversed(plane.journal.last(last)):
-            decision = msgspec.to_builtins(entry.decision)
-            if with_snapshots:
-                decision["snapshot"] = msgspec.to_builtins(entry.snapshot)
-            shown.append(decision)
-        return json_response({"decisions": shown})
+        """The last decisions; with `snapshots=1` also what each was based on."""
+        asked = parse_decisions(QueryFields(dict(request.query_params)))
+        began_at = time.time() - self._service.clock.now()
+        shown = [
+            DecisionEntry(
+                **msgspec.structs.asdict(entry.decision),
+                decided_at=began_at + entry.decision.time_s,
+                snapshot=entry.snapshot if asked.snapshots else msgspec.UNSET,
+            )
+            for entry in reversed(self._plane().journal.last(asked.last))
+        ]
+        return json_response(Decisions(shown))
 
     async def journal(self, request: Request) -> Response:
         """All that is kept, as lines that can be replayed."""
@@ -141,21 +114,20 @@ class ControlRoutes:
         return Response(lines, media_type="application/jsonl")
 
     async def config(self, request: Request) -> Response:
-        return json_response({"config": msgspec.to_builtins(self._plane().config)})
+        return json_response(Config(self._plane().config))
 
     async def reload(self, request: Request) -> Response:
         """Replace some parameters; the others stay."""
         plane = self._plane()
         async with self._service.bodies.reading(request) as body:
-            given = parse_object(body)
+            given = parse_reload(Fields(parse_object(body)))
         values = msgspec.to_builtins(plane.config)
-        if isinstance(given.get("slo"), dict):
-            given = {**given, "slo": {**values["slo"], **given["slo"]}}
+        given["slo"] = {**values["slo"], **given.get("slo", {})}
         try:
             plane.reload(build_control({**values, **given}))
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config") from error
-        return json_response({"config": msgspec.to_builtins(plane.config)})
+        return json_response(Config(plane.config))
 
     def _plane(self) -> ControlPlane:
         plane = self._service.plane
@@ -165,10 +137,3 @@ class ControlRoutes:
                 code="no_planner",
             )
         return plane
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > MOST_DECISIONS:
-        raise BadRequest(f"{name} must be a number from 0 to {MOST_DECISIONS}, not '{text[:40]}'", param=name)
-    return int(text)
