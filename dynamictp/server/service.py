@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.control.capacity import CostBook
@@ -73,6 +73,7 @@ class Service:
     request_timeout_s: float = 0.0
     """After so long a request is given up; 0: never. Clients may ask for less."""
     switch_wait_s: float = SWITCH_WAIT_S
+    metrics_kind: ClassVar[type[Metrics]] = Metrics
 
     @classmethod
     def create(
@@ -97,7 +98,7 @@ class Service:
         limits = limits or QueueLimits()
         admission = AdmissionControl(clock, limits, tenants)
         incarnation = secrets.token_hex(3)
-        metrics, switches = Metrics(admission=admission, clock=clock), SwitchBoard(incarnation)
+        metrics, switches = cls.metrics_kind(admission=admission, clock=clock), SwitchBoard(incarnation)
         client = EngineClient(
             clock,
             metrics,

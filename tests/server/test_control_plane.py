@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from dynamictp.clock import ManualClock
 from dynamictp.control.config import ControlConfig, build_control
 from dynamictp.control.journal import parse_journal, replay
+from dynamictp.control.reconciler import BACKOFF_S
 from dynamictp.control.values import Decision, PoolSnapshot, Reason
+from dynamictp.layout import LayoutSpec, place
 from dynamictp.messages import RampSettings, SetLayout, SwitchStatus
 from dynamictp.server import control_plane
 from dynamictp.server.control_plane import ControlPlane
@@ -139,6 +142,50 @@ async def test_a_pinned_layout_is_led_to_again_when_the_engine_lost_it(says: Say
         await plane.tick()
         await until(lambda: len(commands(stack)) == 2)
         assert (commands(stack)[1].layout, commands(stack)[1].reason) == ("tp2", "pinned")
+
+
+@pytest.mark.parametrize("committed", [False, True])
+async def test_an_engine_lost_during_the_planner_s_switch_ends_in_the_last_committed_layout(
+    says: Say, committed: bool
+) -> None:
+    """The next engine is given that layout; then the planner goes on from there, after a pause."""
+    clock = ManualClock(100.0)
+    async with planned(clock=clock) as (stack, plane):
+        stack.engine.hold_switches = True
+        says("tp2")
+        await plane.tick()
+        await until(lambda: commands(stack))
+        (first,) = commands(stack)
+        board = stack.service.switches
+        if committed:
+            stack.engine.link.send(SwitchStatus(first.switch_id, "tp1", "tp2", "drain", "committed"))
+            await until(lambda: board.get(first.switch_id).outcome)
+        stack.engine._held.clear()
+        stack.service.engine_lost()
+        assert stack.service.client.layout == ("tp2" if committed else "tp1")
+        assert board.get(first.switch_id).outcome == ("closed" if committed else "failed")
+        assert board.in_flight is None
+        assert plane.reconciler.in_flight == ""
+        # The fake engine stands for the next one, which begins with the layout it is given.
+        stack.engine._layout = place(LayoutSpec.parse(stack.service.client.layout), 2, ())
+        stack.engine.hold_switches = False
+        stack.engine.link.send(stack.engine.snapshot())
+        await until(lambda: stack.service.observed == stack.service.client.layout)
+        clock.advance(BACKOFF_S)
+        await plane.tick()
+        await until(lambda: stack.service.observed == "tp2")
+        assert len(commands(stack)) == (1 if committed else 2)
+        assert len({command.switch_id for command in commands(stack)}) == len(commands(stack))
+
+
+async def test_the_loop_goes_on_while_the_engine_is_away(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        stack.service.client.detach()
+        stack.service.engine_lost()
+        for _ in range(3):
+            assert await plane.tick() is None
+        assert commands(stack) == []
 
 
 async def test_a_switch_taken_back_by_hand_is_not_begun_again(says: Say) -> None:
