@@ -13,7 +13,7 @@ from dynamictp.errors import Forbidden, RequestError, Unauthorized
 from dynamictp.server.answers import error_response
 from dynamictp.server.keys import ANYONE, Identity, KeyRing
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/dashboard"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/dashboard"})
 """Probes and load balancers have no keys. The page holds no figures: it asks its reader for the key."""
 
 

@@ -269,6 +269,7 @@ class EngineClient:
                 self.snapshot = body
                 self.layout = body.layout
                 self._metrics.on_snapshot(body)
+                self._admission.refusals.say()
                 self.on_snapshot()
             case SwitchStatus():
                 if body.outcome in ("committed", "noop"):
