@@ -108,6 +108,7 @@ class SimPool:
         self._first_seen: set[SimRequest] = set()
         self._timeline = [(0.0, setup.layout)]
         self._decisions: list[Decision] = []
+        self._done: list[SimRequest] = []
         self.node.on_finish = self._finished
 
     def run(
@@ -129,7 +130,7 @@ class SimPool:
         self.node.account()
         return Outcome(
             duration_s,
-            self.node.totals.finished,
+            self._done,
             list(self.node.live()),
             self.switcher.records,
             self._timeline,
@@ -238,6 +239,7 @@ class SimPool:
             self._ttft.add(request.first_token_s, ratio, request.arrival_s)
 
     def _finished(self, domain: SimDomain, request: SimRequest) -> None:
+        self._done.append(request)
         self._first_token(request)
         self._first_seen.discard(request)
         self._outputs.add(self.loop.now(), request.output)

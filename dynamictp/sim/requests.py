@@ -19,12 +19,19 @@ class SimRequest:
     priority: int = 0
     request_class: str = ""
     tenant: str = ""
+    prefix: str = ""
+    """Names the text that others begin with too; `prefix_tokens` of it."""
+    prefix_tokens: int = 0
+    looked_up: bool = False
+    """Its prefix was looked for."""
     generated: int = 0
     """Tokens generated, without those since `joined` while it decodes."""
     computed: int = 0
     """Tokens whose KV exists."""
     joined: int = -1
     """The domain's step count when it began to decode there; -1: it does not decode."""
+    ready: int = 0
+    """The first step of its domain that it may be part of."""
     first_token_s: float | None = None
     finished_s: float | None = None
     resumed: bool = False

@@ -111,7 +111,7 @@ class Switcher:
             return
         if request.arrival_s < switch.record.began_s:
             return
-        model = self.node.surroundings(domain).model
+        model = self.node.surroundings(domain).times.model
         predicted = model.decode(domain.running + 1, request.length).total_s * request.output
         predicted += model.prompt(request.prompt, self.node.facts.limits.max_batched_tokens).total_s
         side = "new" if domain in switch.opening else "old"
@@ -214,7 +214,7 @@ class Switcher:
         for domain in switch.opening:
             self.node.sides[domain.epoch] = "old"
         for domain in switch.closing:
-            domain.state = "draining"
+            self.node.drain(domain)
             self.node.loop.after(self.config.drain_deadline_s, partial(self._deadline, domain))
         self.node.pump()
         self._tell(switch, "committed")
@@ -222,7 +222,7 @@ class Switcher:
     def _deadline(self, domain: SimDomain) -> None:
         """What still runs is handed over, between two steps."""
         if domain.state == "draining":
-            domain.cut()
+            domain.cut(ahead=0)
             if domain.run is None:
                 self._on_idle(domain)
 
@@ -253,7 +253,7 @@ class Switcher:
                 self.node.requeue(request, recompute=recompute or not self._shares_memory)
             self.node.close(domain)
         for domain in switch.reviving:
-            domain.state = "draining"
+            self.node.drain(domain)
         self.node.pump()
         self._tell(switch, outcome)
 

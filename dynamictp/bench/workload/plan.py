@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,6 +25,8 @@ from dynamictp.errors import ConfigError
 
 MAX_REQUESTS = 1_000_000
 MAX_TURNS = 32
+WINDOW_S = 3600.0
+"""Longer workloads can be planned a window at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +103,58 @@ def make_plan(workload: Workload) -> Plan:
         openings = _replayed(parsed, workload, time_rng)
     elif isinstance(parsed, ClosedArrivals):
         even = arrivals.constant_rate(1.0, 1.0)
-        openings = _drawn(workload, (0.0,) * parsed.requests, even, class_rng)
+        openings = _drawn(workload, (0.0,) * parsed.requests, even, 1.0, class_rng)
     else:
-        openings = _drawn(workload, _times(parsed, time_rng), parsed.curve, class_rng)
+        curve = parsed.curve
+        openings = _drawn(workload, _times(parsed, time_rng), curve, curve.peak_per_s, class_rng)
     if not openings:
         raise ConfigError(f"{workload.arrivals} over {workload.duration_s:g} s brings no request")
+    plan = _planned(openings, workload, owner_rng)
+    if isinstance(parsed, ClosedArrivals):
+        return replace(plan, users=parsed.users, think_s=parsed.think_s)
+    return plan
+
+
+def plan_windows(workload: Workload, window_s: float = WINDOW_S) -> Iterator[Plan]:
+    """The workload's open-loop plan in windows, each drawn when it is asked for: memory for one of them,
+    however long the workload is. Times are after the workload's start.
+
+    A workload of one window is `make_plan`'s. A longer one has the same rates, classes and lengths, with random
+    streams of their own for each window. Raises ConfigError for closed loops.
+    """
+    parsed = parse_arrivals(workload.arrivals, workload.duration_s)
+    if isinstance(parsed, ClosedArrivals):
+        raise ConfigError(f"{workload.arrivals}: a closed loop has no times to plan")
+    if isinstance(parsed, ReplayArrivals) or workload.duration_s <= window_s:
+        yield make_plan(workload)
+        return
+    first = 0
+    for number in range(int(np.ceil(workload.duration_s / window_s))):
+        start_s = number * window_s
+        part = parsed.curve.part(start_s, min(start_s + window_s, workload.duration_s))
+        if part is None:
+            continue
+        time_rng, class_rng, owner_rng = (
+            np.random.default_rng((workload.seed, i, number + 1)) for i in range(3)
+        )
+        times = _times(replace(parsed, curve=part), time_rng)
+        openings = _drawn(workload, times, part, parsed.curve.peak_per_s, class_rng)
+        shifted = [replace(opening, t_s=opening.t_s + start_s) for opening in openings]
+        yield _planned(shifted, workload, owner_rng, first)
+        first += len(openings)
+
+
+def _planned(
+    openings: Sequence[_Opening], workload: Workload, rng: np.random.Generator, first: int = 0
+) -> Plan:
+    """Conversations with their owners; `first` is the number of the first."""
     planned = [
         request
-        for i, opening in enumerate(openings)
-        for request in _conversation(i, opening, workload, owner_rng)
+        for i, opening in enumerate(openings, first)
+        for request in _conversation(i, opening, workload, rng)
     ]
     fitted = _fit(planned, workload.longest_tokens)
-    shortened = sum(a is not b for a, b in zip(planned, fitted, strict=True))
-    if isinstance(parsed, ClosedArrivals):
-        return Plan(fitted, shortened, parsed.users, parsed.think_s)
-    return Plan(fitted, shortened)
+    return Plan(fitted, sum(a is not b for a, b in zip(planned, fitted, strict=True)))
 
 
 def _times(parsed: OpenArrivals, rng: np.random.Generator) -> tuple[float, ...]:
@@ -125,12 +164,16 @@ def _times(parsed: OpenArrivals, rng: np.random.Generator) -> tuple[float, ...]:
 
 
 def _drawn(
-    workload: Workload, times: Sequence[float], curve: RateCurve, rng: np.random.Generator
+    workload: Workload,
+    times: Sequence[float],
+    curve: RateCurve,
+    peak_per_s: float,
+    rng: np.random.Generator,
 ) -> list[_Opening]:
     """A class and its lengths for each time; every class is sampled for all, so that weights don't
-    change the lengths of the others.
+    change the lengths of the others. Classes of the peak come near `peak_per_s`.
     """
-    count, threshold = len(times), PEAK_SHARE * curve.peak_per_s
+    count, threshold = len(times), PEAK_SHARE * peak_per_s
     usual = [item for item in workload.classes if item.when == "always"]
     picks = rng.random(count)
     turn_counts = np.minimum(rng.geometric(1 / workload.turns.mean, count), MAX_TURNS)
