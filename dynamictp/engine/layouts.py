@@ -88,9 +88,12 @@ class LayoutManager:
         return self.targets.parse(text, [domain.placed for domain in keepable(self._fleet)])
 
     def set_layout(self, command: SetLayout) -> None:
-        """Begin a switch. A known id gets its latest status again; a refused one a status `failed`."""
+        """Begin a switch. A known id gets its latest status again, and is forced from now on if the command
+        says so; a refused one gets a status `failed`."""
         known = self._statuses.get(command.switch_id)
         if known is not None:
+            if command.forced and self._current is not None and self._current.id == command.switch_id:
+                self._current.hurry()
             self._emit(known)
             return
         now = self._clock.now()
@@ -242,7 +245,7 @@ class LayoutManager:
         if switch.phase == "proof" and all(domain.state == "ready" for domain in switch.opening):
             switch.finish_phase("proof", now)
             switch.phases_ms["ramp"] = 0.0
-            if switch.ramped and (switch.opening or switch.reviving):
+            if switch.ramped and switch.opening:
                 self._begin_ramp(switch, now)
             else:
                 self._commit(switch, now)

@@ -137,10 +137,6 @@ class Ramp:
             if verdict:
                 return Regression(verdict, distrust=True)
             self._probe = None
-            if self._forced:
-                self._step = len(self._settings.shares)
-                self.done = True
-                return None
             self._first_due = True
             self._begin_step(0, now)
         if self._unjudged:
@@ -148,12 +144,18 @@ class Ramp:
             slower = self._slower()
             if slower:
                 return Regression(slower, distrust=False)
+        if self._forced:
+            self._step, self.done = len(self._settings.shares), True
         while now >= self._until_s and not self.done:
             if self._step == len(self._settings.shares):
                 self.done = True
             else:
                 self._begin_step(self._step + 1, self._until_s)
         return None
+
+    def hurry(self) -> None:
+        """The switch has become urgent: after its probe it is done."""
+        self._forced = True
 
     def stop(self) -> None:
         """The switch is taken back."""

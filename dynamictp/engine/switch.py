@@ -47,6 +47,12 @@ class Switch:
     ramp: Ramp | None = None
     """While it is in its ramp."""
 
+    def hurry(self) -> None:
+        """It has become urgent: of its ramp, only the shadow probe is left. One without a ramp stays so."""
+        self.forced = True
+        if self.ramp is not None:
+            self.ramp.hurry()
+
     def finish_phase(self, name: str, now: float) -> None:
         """The phase `name` ends and the next one begins."""
         self.phases_ms[name] = (now - self.mark_s) * 1e3

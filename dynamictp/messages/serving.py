@@ -47,7 +47,10 @@ class CancelRequest(Message, frozen=True):
 
 
 class SetLayout(Message, frozen=True):
-    """Command of a switch. Idempotent by `switch_id`; `phase` is the phase the switch should reach."""
+    """Command of a switch. Idempotent by `switch_id`; `phase` is the phase the switch should reach.
+
+    Sent again with `forced`, it ends the ramp that is under way, but for the shadow probe.
+    """
 
     switch_id: str
     layout: str

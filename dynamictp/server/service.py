@@ -17,6 +17,7 @@ from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import Journal
 from dynamictp.control.pool import ResourcePool
 from dynamictp.control.state import PlannerState
+from dynamictp.control.windows import TrafficWindows
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
 from dynamictp.layout import legal_specs
@@ -33,7 +34,6 @@ from dynamictp.server.metrics import Metrics
 from dynamictp.server.pool_view import PoolView
 from dynamictp.server.requests import SamplingDefaults
 from dynamictp.server.switches import SwitchBoard
-from dynamictp.server.traffic import Traffic
 
 SWITCH_WAIT_S = 60.0
 
@@ -138,7 +138,7 @@ class Service:
     def plan_with(self, facts: PoolFacts, config: ControlConfig, journal: Path | None = None) -> ControlPlane:
         """Have a planner, which writes its decisions to the file `journal` too. Its loop is the caller's to
         run. Raises `ConfigError` when the file can't be written."""
-        traffic = Traffic(self.clock, config)
+        traffic = TrafficWindows(self.clock.now(), config)
         legal = tuple(map(str, legal_specs(self.legal_degrees, self.devices)))
         self.client.traffic = traffic
         self.plane = ControlPlane(
