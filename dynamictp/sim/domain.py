@@ -73,7 +73,8 @@ class Host(Protocol):
     def on_work(self, domain: SimDomain, run: Run) -> None:
         """Steps are complete."""
 
-    def on_first_token(self, domain: SimDomain, request: SimRequest) -> None: ...
+    def on_prompt_token(self, domain: SimDomain, request: SimRequest) -> None:
+        """A prompt (or what had to be computed again) is complete and brought a token."""
 
     def breaks(self, domain: SimDomain) -> bool:
         """The domain failed in the step that would be complete now, and is taken apart."""
@@ -140,6 +141,11 @@ class SimDomain:
         return len(self._prefilling) + len(self._decoding) + len(self._joining)
 
     @property
+    def decoders(self) -> int:
+        """Requests past their first token."""
+        return len(self._decoding)
+
+    @property
     def rows_free(self) -> int:
         return self._limits.max_num_seqs - self.running
 
@@ -158,6 +164,16 @@ class SimDomain:
         steps = self._steps + (run.done(self._loop.now()) if run is not None and run.rows else 0)
         for request in self._decoding:
             yield request, request.generated + steps - request.joined
+
+    def settled(self) -> Iterator[tuple[SimRequest, int]]:
+        """Requests with the tokens that each has from steps that are complete."""
+        for request in self.requests():
+            more = self._steps - request.joined if request in self._decoding else 0
+            yield request, request.generated + more
+
+    def held_tokens(self) -> float:
+        """Tokens of pages of its requests, counted one by one."""
+        return sum(r.prompt + tokens + self._limits.page_tokens / 2 for r, tokens in self.settled())
 
     def unserved(self) -> Iterator[SimRequest]:
         """Requests without a first token."""
@@ -369,9 +385,7 @@ class SimDomain:
         del self._prefilling[request]
         request.generated += 1
         self.used += 1
-        if request.first_token_s is None:
-            request.first_token_s = self._loop.now()
-            self._host.on_first_token(self, request)
+        self._host.on_prompt_token(self, request)
         if request.generated >= request.output:
             self.used -= self._pages(request)
             self._end(request)

@@ -26,7 +26,6 @@ from dynamictp.sim.steptimes import StepTimes
 
 _EXPECTED_OUTPUT = 128
 _MOST_SKIPPED = 16
-_SAMPLES_OF_A_KIND = 1
 
 
 class SwitchTimes(msgspec.Struct, frozen=True):
@@ -61,6 +60,8 @@ class NodeTotals:
     """Prompt tokens computed."""
     decoded: int = 0
     """Tokens from decode steps; each prompt brings one more."""
+    prompts: int = 0
+    """Prompts that were computed to their end, each with a token."""
     preemptions: int = 0
 
 
@@ -89,6 +90,7 @@ class Node:
         seed: int = 0,
         faults: Faults | None = None,
         longest_run_s: float = LONGEST_RUN_S,
+        sample_every_s: float = 0.0,
     ) -> None:
         self.loop, self.facts, self.devices = loop, facts, devices
         self.faults = faults or Faults()
@@ -117,7 +119,9 @@ class Node:
         self._noise = noise
         self._rng = np.random.default_rng(seed)
         self._epoch = 0
-        self._samples: dict[tuple[int, bool], list[StepSample]] = {}
+        self._samples: dict[tuple[int, bool], StepSample] = {}
+        self._sample_every_s = sample_every_s
+        self._sampled_s: dict[tuple[int, bool], float] = {}
         self._accounted_s = 0.0
 
     # ------------------------------------------------------------ requests
@@ -207,9 +211,24 @@ class Node:
             self.totals.device_s += len(used) * (now - self._accounted_s)
             self._accounted_s = now
 
+    def speed(self) -> tuple[float, int, int]:
+        """(prompt tokens per second beside what decodes, rows, rows that decode) of the serving domains."""
+        rate, rows, decoding = 0.0, 0, 0
+        for domain in self._serving:
+            times = self.times(domain.tp, domain.tp)
+            beside = domain.decoders
+            tokens = max(self.facts.limits.max_batched_tokens - beside, 1)
+            step_s = times.base_s(tokens + beside, beside + 1)
+            if beside:
+                step_s += times.decode_attention_s(beside, domain.context_mean)
+            rate += tokens / step_s
+            rows += self.facts.limits.max_num_seqs
+            decoding += beside
+        return rate, rows, decoding
+
     def take_samples(self) -> tuple[StepSample, ...]:
-        """Measured steps since the last call, a few of each kind."""
-        samples = tuple(sample for kind in self._samples.values() for sample in kind)
+        """Measured steps since the last call, one of each kind."""
+        samples = tuple(self._samples.values())
         self._samples.clear()
         return samples
 
@@ -229,10 +248,15 @@ class Node:
         return Surroundings(self.times(domain.tp, active), sharers, factor, active)
 
     def wants_sample(self, domain: SimDomain, *, prefill: bool) -> bool:
-        return len(self._samples.get((domain.tp, prefill), ())) < _SAMPLES_OF_A_KIND
+        kind = (domain.tp, prefill)
+        if kind in self._samples:
+            return False
+        return not self._sample_every_s or self.loop.now() >= self._sampled_s.get(kind, 0.0)
 
     def on_sample(self, domain: SimDomain, sample: StepSample) -> None:
-        self._samples.setdefault((sample.tp, sample.prefill_tokens > 0), []).append(sample)
+        kind = (sample.tp, sample.prefill_tokens > 0)
+        self._samples[kind] = sample
+        self._sampled_s[kind] = self.loop.now() + self._sample_every_s
 
     def on_work(self, domain: SimDomain, run: Run) -> None:
         totals, flops, steps = self.totals, self._flops, run.steps
@@ -249,10 +273,13 @@ class Node:
             work += flops.pair * sum([size * (r.computed + size / 2) for r, size in run.chunks])
         totals.flops += work
 
-    def on_first_token(self, domain: SimDomain, request: SimRequest) -> None:
-        if request.prefix:
-            self._cached.add(request.prefix)
-        self.on_first(request)
+    def on_prompt_token(self, domain: SimDomain, request: SimRequest) -> None:
+        self.totals.prompts += 1
+        if request.first_token_s is None:
+            request.first_token_s = self.loop.now()
+            if request.prefix:
+                self._cached.add(request.prefix)
+            self.on_first(request)
 
     def breaks(self, domain: SimDomain) -> bool:
         if str(domain.placed.shape) not in self.faults.failing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dynamictp.bench.workload.plan import Plan
+from dynamictp.control.windows import Who
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +40,11 @@ class SimRequest:
     """Degrees that served it, in order."""
     handovers: int = 0
     recomputes: int = 0
+
+    who: Who = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.who = Who(self.arrival_s, self.prompt, self.request_class, self.tenant)
 
     @property
     def length(self) -> int:
@@ -75,6 +81,8 @@ def requests_of(plan: Plan) -> list[SimRequest]:
             priority=request.priority,
             request_class=request.traffic_class,
             tenant=request.tenant,
+            prefix=request.system.key if request.system is not None else "",
+            prefix_tokens=request.system.tokens if request.system is not None else 0,
         )
         for request in plan.requests
         if not request.follows
