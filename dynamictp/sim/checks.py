@@ -40,7 +40,9 @@ def _check_pages(pool: SimPool) -> None:
     for domain in pool.node.domains.values():
         held = domain.held_tokens()
         if not math.isclose(domain.used, held, abs_tol=1e-3, rel_tol=1e-9):
-            raise SimulationError(f"domain {domain.epoch} accounts for {domain.used:g} tokens, holds {held:g}")
+            raise SimulationError(
+                f"domain {domain.epoch} accounts for {domain.used:g} tokens, holds {held:g}"
+            )
 
 
 def _check_devices(pool: SimPool) -> None:

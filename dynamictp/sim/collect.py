@@ -146,7 +146,7 @@ class Mark(msgspec.Struct, frozen=True):
         totals = pool.node.totals
         return cls(pool.loop.now(), totals.device_s, totals.busy_s, totals.flops)
 
-    def until(self, end: Mark, peak_flops: float) -> Use:
+    def until(self, end: Mark, peak_flops: float, *, due: int, capacity: float) -> Use:
         """What the devices did from here to there."""
         return Use(
             device_s=end.device_s - self.device_s,
@@ -154,4 +154,6 @@ class Mark(msgspec.Struct, frozen=True):
             flops=end.flops - self.flops,
             peak_flops=peak_flops,
             span_s=end.t_s - self.t_s,
+            due=due,
+            capacity=capacity,
         )

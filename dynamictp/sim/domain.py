@@ -8,7 +8,6 @@ arrives beside running requests begins after the step in flight and those planne
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count

@@ -15,7 +15,9 @@ from dynamictp.advisor.placement import place_replicas
 from dynamictp.advisor.search import Evaluation, Question
 from dynamictp.advisor.workloads import find_workload
 from dynamictp.control.facts import PoolFacts
+from dynamictp.cost.batching import Targets
 from dynamictp.cost.calibration import Calibration
+from dynamictp.cost.figures import Corner
 from dynamictp.cost.hardware import Assumptions, EngineLimits
 from dynamictp.cost.shape import ModelShape
 from dynamictp.errors import ConfigError
@@ -75,27 +77,46 @@ def setup_of(scenario: Scenario, configuration: Configuration, seed: int) -> Set
     )
 
 
+def capacities_of(scenario: Scenario, configuration: Configuration) -> dict[int, float]:
+    """By degree: requests per second that one domain carries within the SLO, by the cost model."""
+    found = hardware(scenario.model, scenario.device, scenario.devices, scenario.calibration)
+    degrees = degrees_of(configuration)
+    targets = Targets(scenario.slo.ttft_p99_s, scenario.slo.tpot_target_s)
+    question = msgspec.structs.replace(_question(scenario, configuration, found, degrees), targets=targets)
+    return {
+        tp: Evaluation(question, tp, 1).model(Corner.EXPECTED, 1).slo_capacity(1, targets) for tp in degrees
+    }
+
+
 def degrees_of(configuration: Configuration) -> tuple[int, ...]:
     """Degrees whose weights are resident."""
     layout = LayoutSpec.parse(configuration.layout)
     return configuration.degrees or tuple(sorted({shape.tp for shape in layout.shapes}))
 
 
-def _facts(
+def _question(
     scenario: Scenario, configuration: Configuration, found: Hardware, degrees: tuple[int, ...]
-) -> PoolFacts:
-    dynamic = configuration.memory_mode != "static"
+) -> Question:
+    """What the advisor is asked about memory and capacity of the configuration."""
     limits = _limits(scenario, found.limits)
-    if dynamic:
+    if configuration.memory_mode != "static":
         limits = msgspec.structs.replace(limits, kv_cap=DYNAMIC_CAP, communicators=DYNAMIC_COMMUNICATORS)
-    question = Question(
+    return Question(
         shape=found.shape,
         machine=found.machine,
         workload=find_workload(scenario.mix, scenario.scale).capped(found.shape.max_context),
         context=scenario.longest_tokens,
         limits=limits,
         resident=degrees if len(degrees) > 1 else (),
+        assumptions=found.assumptions,
+        calibration=found.calibration,
     )
+
+
+def _facts(
+    scenario: Scenario, configuration: Configuration, found: Hardware, degrees: tuple[int, ...]
+) -> PoolFacts:
+    question = _question(scenario, configuration, found, degrees)
     kv_tokens, links = float("inf"), []
     for tp in degrees:
         plan = Evaluation(question, tp, 1)
@@ -111,7 +132,7 @@ def _facts(
     return PoolFacts(
         shape=found.shape,
         device=found.machine.device,
-        limits=limits,
+        limits=question.limits,
         kv_tokens_per_device=kv_tokens,
         links=tuple(links),
         assumptions=found.assumptions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -35,6 +35,10 @@ class SwitchTimes(msgspec.Struct, frozen=True):
     commit_s: float = 0.005
 
 
+Drift = tuple[tuple[float, float], ...]
+"""(from when on, factor on step times), by rising time: a machine whose speed is not always the same."""
+
+
 class Faults(msgspec.Struct, frozen=True):
     """What goes wrong. Shapes are texts, `tp2`."""
 
@@ -44,6 +48,19 @@ class Faults(msgspec.Struct, frozen=True):
     """Steps of a domain of that shape take so many times as long."""
     hidden: bool = False
     """The shadow probe does not notice."""
+
+
+@dataclass(slots=True)
+class DomainLife:
+    """When a domain came to which state, seconds; None: never."""
+
+    epoch: int
+    shape: str
+    devices: tuple[int, ...]
+    opened_s: float
+    serving_s: float | None = None
+    draining_s: float | None = None
+    closed_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -91,11 +108,14 @@ class Node:
         faults: Faults | None = None,
         longest_run_s: float = LONGEST_RUN_S,
         sample_every_s: float = 0.0,
+        drift: Drift = (),
     ) -> None:
         self.loop, self.facts, self.devices = loop, facts, devices
         self.faults = faults or Faults()
         self.totals = NodeTotals()
         self.domains: dict[int, SimDomain] = {}
+        self.lives: dict[int, DomainLife] = {}
+        """Of all domains that ever were, by epoch."""
         self.sides: dict[int, Side] = {}
         self.waiting: list[SimRequest] = []
         self.routing = RouteState(long_prompt_tokens=config.long_prompt_tokens)
@@ -122,7 +142,8 @@ class Node:
         self._samples: dict[tuple[int, bool], StepSample] = {}
         self._sample_every_s = sample_every_s
         self._sampled_s: dict[tuple[int, bool], float] = {}
-        self._accounted_s = 0.0
+        self._drift, self._drifted = drift, 0
+        self._accounted_s = loop.now()
 
     # ------------------------------------------------------------ requests
 
@@ -169,16 +190,22 @@ class Node:
             longest_run_s=self._longest_run_s,
         )  # fmt: skip
         self.domains[domain.epoch] = domain
+        self.lives[domain.epoch] = DomainLife(
+            domain.epoch, str(placed.shape), placed.devices, self.loop.now()
+        )
         return domain
 
     def serve(self, domain: SimDomain, side: Side = "old") -> None:
         domain.state = "serving"
+        life = self.lives[domain.epoch]
+        life.serving_s, life.draining_s = life.serving_s or self.loop.now(), None
         self.sides[domain.epoch] = side
         self._changed()
 
     def drain(self, domain: SimDomain) -> None:
         """It takes no new requests any more."""
         domain.state = "draining"
+        self.lives[domain.epoch].draining_s = self.loop.now()
         self._changed()
 
     def close(self, domain: SimDomain) -> None:
@@ -187,6 +214,7 @@ class Node:
             raise RuntimeError(f"domain {domain.epoch} closes with {domain.running} requests")
         self.account()
         domain.state = "closed"
+        self.lives[domain.epoch].closed_s = self.loop.now()
         del self.domains[domain.epoch]
         self.sides.pop(domain.epoch, None)
         self._changed()
@@ -243,9 +271,17 @@ class Node:
         factor = 1.0
         if self.faults.slow:
             factor = self.faults.slow.get(str(domain.placed.shape), 1.0)
+        if self._drift:
+            factor *= self._speed_now()
         if self._noise:
             factor *= float(self._rng.lognormal(-(self._noise**2) / 2, self._noise))
         return Surroundings(self.times(domain.tp, active), sharers, factor, active)
+
+    def _speed_now(self) -> float:
+        drift, now = self._drift, self.loop.now()
+        while self._drifted + 1 < len(drift) and drift[self._drifted + 1][0] <= now:
+            self._drifted += 1
+        return drift[self._drifted][1]
 
     def wants_sample(self, domain: SimDomain, *, prefill: bool) -> bool:
         kind = (domain.tp, prefill)

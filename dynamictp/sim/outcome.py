@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -11,6 +11,7 @@ import msgspec
 
 from dynamictp.bench.measure import Estimate, Figure, Group, RunFigures, Validity
 from dynamictp.bench.tally import Digest, Tally
+from dynamictp.sim.node import DomainLife
 from dynamictp.sim.scenario import Scenario
 from dynamictp.sim.switching import SwitchRecord
 
@@ -35,6 +36,10 @@ class Use(msgspec.Struct, frozen=True):
     peak_flops: float
     """Of one device, per second."""
     span_s: float
+    due: int = 0
+    """Requests that came."""
+    capacity: float = 0.0
+    """Requests that the layouts in force carry within the SLO, by the cost model: rate × time."""
 
     @property
     def busy(self) -> float:
@@ -45,6 +50,11 @@ class Use(msgspec.Struct, frozen=True):
     def compute(self) -> float:
         """Utilisation of arithmetic (MFU): FLOPs ÷ (peak × held device-seconds)."""
         return self.flops / (self.device_s * self.peak_flops) if self.device_s else 0.0
+
+    @property
+    def load(self) -> float:
+        """Utilisation of capacity, the planner's notion: requests that came ÷ those that could be carried."""
+        return self.due / self.capacity if self.capacity else 0.0
 
     @property
     def devices(self) -> float:
@@ -80,7 +90,10 @@ class CaseResult(msgspec.Struct, frozen=True):
     use: Use
     switches: tuple[SwitchRecord, ...]
     timeline: tuple[tuple[float, str], ...]
+    domains: tuple[DomainLife, ...]
     samples: tuple[Sample, ...]
+    sample_s: float
+    """Length of a slot."""
     reasons: dict[str, int]
     """Decisions by reason."""
     alarms: dict[str, int]
@@ -99,11 +112,13 @@ class CaseResult(msgspec.Struct, frozen=True):
         """The benchmark's figures of this run."""
         return _figures(self.configuration, (self,))
 
-    def devices(self) -> list[tuple[float, int]]:
-        """(from when on, devices of the layout)."""
-        from dynamictp.layout import LayoutSpec  # noqa: PLC0415
-
-        return [(at_s, LayoutSpec.parse(layout).devices) for at_s, layout in self.timeline]
+    def spans(self, since_s: float, until_s: float) -> Iterator[tuple[str, float]]:
+        """(layout, seconds in force) between the two times."""
+        ends = [at_s for at_s, _ in self.timeline[1:]] + [math.inf]
+        for (start_s, layout), end_s in zip(self.timeline, ends, strict=True):
+            inside = min(end_s, until_s) - max(start_s, since_s)
+            if inside > 0:
+                yield layout, inside
 
 
 class Outcome(msgspec.Struct, frozen=True):

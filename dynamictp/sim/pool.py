@@ -23,10 +23,9 @@ from dynamictp.messages import SwitchStatus
 from dynamictp.sim.domain import LONGEST_RUN_S, SimDomain
 from dynamictp.sim.gate import Gate
 from dynamictp.sim.loop import EventLoop
-from dynamictp.sim.node import Faults, Node, SwitchTimes
+from dynamictp.sim.node import Drift, Faults, Node, SwitchTimes
 from dynamictp.sim.requests import SimRequest
 from dynamictp.sim.switching import Switcher, SwitchRecord
-
 
 _KEPT_TABLES = 512
 """Profiles of days of traffic come again."""
@@ -50,6 +49,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Requests whose predicted wait is longer are refused; 0: none is."""
     longest_run_s: float = LONGEST_RUN_S
     """Grain: decode steps of up to so long are one event; 0: each one is."""
+    drift: Drift = ()
+    start_s: float = 0.0
+    """Time of the clock at the beginning."""
+    state: PlannerState = PlannerState()
+    """Of the planner at the beginning."""
     sample_every_s: float = 0.0
     """The planner is told of at most one measured step of a kind in that time."""
 
@@ -79,6 +83,7 @@ class Outcome:
     decisions: list[Decision]
     device_s: float
     preemptions: int
+    refused: int = 0
     alarms: set[str] = field(default_factory=set)
 
     def switches_per_hour(self, *, forced: bool | None = None) -> float:
@@ -105,7 +110,7 @@ class SimPool:
     def __init__(self, setup: Setup, observer: Observer | None = None) -> None:
         """With an `observer` requests and decisions are told to it and not kept, however long it lasts."""
         self.setup, config = setup, setup.config
-        self.loop = EventLoop()
+        self.loop = EventLoop(setup.start_s)
         self.node = Node(
             self.loop,
             setup.facts,
@@ -116,6 +121,7 @@ class SimPool:
             faults=setup.faults,
             longest_run_s=setup.longest_run_s,
             sample_every_s=setup.sample_every_s,
+            drift=setup.drift,
         )
         self.switcher = Switcher(self.node, setup.layout, setup.times, config)
         self._ids = count(1)
@@ -125,15 +131,16 @@ class SimPool:
         self.switcher.on_status = self._switched
         self.available = setup.devices
         facts = setup.believed or setup.facts
-        self.journal = Journal(facts, config, PlannerState())
-        self._cost, self._state = CostBook(facts, _KEPT_TABLES), PlannerState()
-        self._traffic = TrafficWindows(0.0, config)
+        self.journal = Journal(facts, config, setup.state)
+        self._cost, self._state = CostBook(facts, _KEPT_TABLES), setup.state
+        self._traffic = TrafficWindows(setup.start_s, config)
         self._gate = Gate(self.node, setup.max_wait_s)
         self._observer = observer
-        self.timeline = [(0.0, setup.layout)]
+        self.timeline = [(setup.start_s, setup.layout)]
         self._decisions: list[Decision] = []
         self._done: list[SimRequest] = []
         self._prefix = (0, 0)
+        self._refused = 0
         self.node.on_first = self._first_token
         self.node.on_finish = self._finished
 
@@ -145,11 +152,12 @@ class SimPool:
         at: Iterable[tuple[float, Callable[[SimPool], None]]] = (),
     ) -> Outcome:
         """Let `requests` arrive and `duration_s` pass; `at` holds other things to do, and when."""
-        self.feed(request for request in requests if request.arrival_s < duration_s)
+        end_s = self.setup.start_s + duration_s
+        self.feed(request for request in requests if request.arrival_s < end_s)
         for time_s, action in at:
             self.loop.at(time_s, partial(action, self))
         self.start()
-        self.loop.run(duration_s)
+        self.loop.run(end_s)
         self.node.account()
         return Outcome(
             duration_s,
@@ -160,6 +168,7 @@ class SimPool:
             self._decisions,
             self.node.totals.device_s,
             self.node.totals.preemptions,
+            self._refused,
             {alarm for decision in self._decisions for alarm in decision.alarms},
         )
 
@@ -229,6 +238,7 @@ class SimPool:
                 snapshot.layout, self.available, None if flight is None else (flight.id, flight.to_layout)
             )
         )
+
     def _switched(self, status: SwitchStatus) -> None:
         """A switch ended: the planner decides anew on what is there now, as in the server."""
         mine = status.switch_id == self.reconciler.in_flight
@@ -271,6 +281,7 @@ class SimPool:
             observer.on_arrival(request)
         refusal = self._gate.refusal(request)
         if refusal is not None:
+            self._refused += 1
             if observer is not None:
                 observer.on_refused(request, refusal.reason)
             return

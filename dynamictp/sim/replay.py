@@ -1,41 +1,37 @@
 """A recorded run of the real server, played again by the simulator.
 
-The record is what a benchmark of a dynamic server saves (`bench run --json`: who asked for what and when, what
-became of it, the layout over time) and the server's journal (`serve --journal`: its facts, parameters and
-measured steps). The simulated pool gets the recorded arrivals, parameters and first layout, and the step times
-of the journal; what it has to predict is batching, queues, routing and every decision of the planner, which
-knows and learns what the real one did.
+The record is what a benchmark of a dynamic server saves (`bench run --json`: who asked for what and when,
+what became of it, the layout over time) and the server's journal (`serve --journal`: its facts, parameters
+and measured steps). The simulated pool gets the recorded arrivals, parameters, first layout and planner's
+state, and the step times of the journal (`speeds`). What it has to predict is batching, queues, routing, and
+every decision of the planner.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median, stdev
 
 import msgspec
 
 from dynamictp.bench.record import Bench, LayoutSample, Run, read_json
 from dynamictp.bench.result import Failure, FailureKind, Result
 from dynamictp.bench.watcher import changes_of
-from dynamictp.control.calibrate import expected_s
-from dynamictp.control.facts import PoolFacts
+from dynamictp.control.capacity import CostBook
 from dynamictp.control.journal import Entry, Head, read_journal
-from dynamictp.control.values import StepSample
-from dynamictp.cost.calibration import Calibration, CalibrationPoint
-from dynamictp.cost.steps import StepModel
+from dynamictp.control.planner import decide
+from dynamictp.control.state import PlannerState
+from dynamictp.control.values import PoolSnapshot, StepSample
+from dynamictp.cost.calibration import Calibration
 from dynamictp.errors import ConfigError
 from dynamictp.sim.checks import check_integrity
 from dynamictp.sim.collect import Balance
 from dynamictp.sim.pool import Setup, SimPool
 from dynamictp.sim.requests import SimRequest
+from dynamictp.sim.speeds import calibrated, drift_of, with_host
 
 SIMULATED = "simulated"
-_LEAST_SAMPLES = 3
-_TAIL = 8.0
-"""A step that took so many times its median was interrupted from outside: it says nothing of the server."""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -74,18 +70,18 @@ def replay(recording: Recording, *, calibration: Calibration | None = None, seed
     setup = setup_of(recording, calibration, seed)
     run = recording.run
     pool = SimPool(setup)
-    requests = [_request(result, i) for i, result in enumerate(run.results)]
+    requests = [_request(result, i, setup.start_s) for i, result in enumerate(run.results)]
     order = sorted(requests, key=lambda request: request.arrival_s)
     outcome = pool.run(order, max(run.end_s, run.load_s))
-    balance = Balance(arrived=len(requests), finished=len(outcome.finished))
+    balance = Balance(arrived=len(requests), refused=outcome.refused, finished=len(outcome.finished))
     balance.outputs = sum(request.output for request in outcome.finished)
     check_integrity(pool, balance)
-    results = tuple(_result(old, new) for old, new in zip(run.results, requests, strict=True))
+    results = tuple(_result(old, new, setup.start_s) for old, new in zip(run.results, requests, strict=True))
     simulated = replace(
         run,
         label=SIMULATED,
         results=results,
-        samples=tuple(_samples(pool)),
+        samples=tuple(_samples(pool, setup.start_s)),
         switches=(),
     )
     return replace(recording.bench, runs=(run, simulated))
@@ -93,11 +89,11 @@ def replay(recording: Recording, *, calibration: Calibration | None = None, seed
 
 def setup_of(recording: Recording, calibration: Calibration | None = None, seed: int = 0) -> Setup:
     """The recorded pool: its step times from `calibration`, else from the journal's own steps."""
-    head, first = recording.head, recording.entries[0].snapshot
-    facts = head.facts
+    head, facts = recording.head, recording.head.facts
+    state, first = _at_origin(recording)
     measured = calibration or calibrated(facts, recording.steps)
-    truth = msgspec.structs.replace(facts, calibration=measured)
-    noise = scatter(truth, recording.steps)
+    truth = msgspec.structs.replace(facts, calibration=with_host(measured, recording.run))
+    drift, noise = drift_of(msgspec.structs.replace(facts, calibration=measured), recording.entries)
     return Setup(
         facts=truth,
         believed=facts,
@@ -107,73 +103,24 @@ def setup_of(recording: Recording, calibration: Calibration | None = None, seed:
         config=head.config,
         mode=first.mode,
         noise=noise,
+        drift=drift,
+        start_s=recording.run.origin_s or first.time_s,
+        state=state,
         seed=seed,
         max_wait_s=_max_wait_s(recording.run.server.command),
     )
 
 
-def calibrated(facts: PoolFacts, steps: Sequence[StepSample]) -> Calibration:
-    """Measured ÷ expected times of steps by degree and size, means within powers of two.
-
-    Raises `ConfigError` when there are no steps to learn from.
-    """
-    plain = msgspec.structs.replace(facts, calibration=None)
-    models: dict[tuple[int, int], StepModel] = {}
-    ratios: dict[tuple[int, bool, int], list[tuple[int, float]]] = {}
-    for sample in steps:
-        size = sample.rows + sample.prefill_tokens
-        if sample.seconds <= 0 or not size:
-            continue
-        key = sample.tp, max(sample.active_devices, sample.tp)
-        if key not in models:
-            models[key] = StepModel(plain.domain(*key, None))
-        ratio = sample.seconds / expected_s(sample, models[key])
-        bucket = sample.tp, sample.prefill_tokens > 0, size.bit_length()
-        ratios.setdefault(bucket, []).append((size, ratio))
-    points: list[CalibrationPoint] = []
-    for (tp, prefill, _), found in sorted(ratios.items()):
-        if len(found) < _LEAST_SAMPLES:
-            continue
-        size = round(math.exp(fmean(math.log(size) for size, _ in found)))
-        ratio = _mean_without_stalls([ratio for _, ratio in found])
-        points.append(CalibrationPoint("base", tp, size, ratio))
-        points.append(CalibrationPoint("prompt_attention" if prefill else "attention", tp, size, ratio))
-    if not points:
-        raise ConfigError("the journal holds too few measured steps to calibrate with")
-    return Calibration(
-        facts.shape.name, facts.device.name, "steps of a recorded run", _merged(points)
-    )
-
-
-def _mean_without_stalls(ratios: Sequence[float]) -> float:
-    limit = _TAIL * median(ratios)
-    return fmean(ratio for ratio in ratios if ratio <= limit)
-
-
-def _merged(points: Iterable[CalibrationPoint]) -> tuple[CalibrationPoint, ...]:
-    """One point for each operation, degree and size: decode and prefill steps of one size are averaged."""
-    by_key: dict[tuple[str, int, int], list[CalibrationPoint]] = {}
-    for point in points:
-        by_key.setdefault((point.op, point.tp, point.size), []).append(point)
-    return tuple(
-        msgspec.structs.replace(same[0], ratio=fmean(point.ratio for point in same))
-        for _, same in sorted(by_key.items())
-    )
-
-
-def scatter(facts: PoolFacts, steps: Sequence[StepSample]) -> float:
-    """Standard deviation of the logarithm of measured ÷ expected step times, stalls left out."""
-    models: dict[tuple[int, int], StepModel] = {}
-    logs: list[float] = []
-    for sample in steps:
-        if sample.seconds <= 0 or not sample.rows + sample.prefill_tokens:
-            continue
-        key = sample.tp, max(sample.active_devices, sample.tp)
-        if key not in models:
-            models[key] = StepModel(facts.domain(*key, facts.calibration))
-        logs.append(math.log(sample.seconds / expected_s(sample, models[key])))
-    kept = [value for value in logs if abs(value) <= math.log(_TAIL)]
-    return stdev(kept) if len(kept) > 1 else 0.0
+def _at_origin(recording: Recording) -> tuple[PlannerState, PoolSnapshot]:
+    """The planner's state and the pool when the run began: the journal before it is decided anew."""
+    head, first = recording.head, recording.entries[0].snapshot
+    state, cost = head.state, CostBook(head.facts)
+    for entry in recording.entries:
+        first = entry.snapshot
+        if first.time_s >= recording.run.origin_s:
+            break
+        _, state = decide(first, state, head.config, cost)
+    return state, first
 
 
 def _max_wait_s(command: Sequence[str]) -> float:
@@ -183,14 +130,14 @@ def _max_wait_s(command: Sequence[str]) -> float:
     return 10.0
 
 
-def _request(result: Result, index: int) -> SimRequest:
+def _request(result: Result, index: int, start_s: float) -> SimRequest:
     """As it was sent; its answer as long as it was, or was meant to be."""
     request = result.request
     output = result.output_tokens if result.failure is None else request.max_tokens
     priority = request.extra.get("priority", 0)
     return SimRequest(
         id=request.name or f"r{index}",
-        arrival_s=max(result.sent_s, 0.0),
+        arrival_s=start_s + max(result.sent_s, 0.0),
         prompt=max(result.prompt_tokens or request.prompt_tokens or 1, 1),
         output=max(output, 1),
         priority=priority if isinstance(priority, int) else 0,
@@ -199,12 +146,13 @@ def _request(result: Result, index: int) -> SimRequest:
     )
 
 
-def _result(recorded: Result, request: SimRequest) -> Result:
+def _result(recorded: Result, request: SimRequest, start_s: float) -> Result:
     """What a client would have seen: the first token, then the others evenly until the end."""
     first, end = request.first_token_s, request.finished_s
     if first is None or end is None:
         failure = Failure(FailureKind.CUT, "the recorded run was over")
         return replace(recorded, chunk_s=(), chunk_tokens=(), failure=failure, domain=None, tp=None)
+    first, end = first - start_s, end - start_s
     tokens = request.output
     gap = (end - first) / (tokens - 1) if tokens > 1 else 0.0
     return replace(
@@ -221,12 +169,16 @@ def _result(recorded: Result, request: SimRequest) -> Result:
     )
 
 
-def _samples(pool: SimPool) -> Iterable[LayoutSample]:
+def _samples(pool: SimPool, start_s: float) -> Iterable[LayoutSample]:
     for entry in pool.journal.last(1_000_000):
         snapshot = entry.snapshot
         switch = f"{snapshot.layout} → {snapshot.switch.to_layout}" if snapshot.switch is not None else ""
         yield LayoutSample(
-            snapshot.time_s, snapshot.layout, snapshot.running.requests, snapshot.waiting.requests, switch
+            snapshot.time_s - start_s,
+            snapshot.layout,
+            snapshot.running.requests,
+            snapshot.waiting.requests,
+            switch,
         )
 
 

@@ -12,9 +12,10 @@ import msgspec
 from dynamictp import __version__
 from dynamictp.bench.workload.classes import Workload
 from dynamictp.bench.workload.plan import plan_windows
+from dynamictp.layout import LayoutSpec
 from dynamictp.sim.checks import check_integrity
 from dynamictp.sim.collect import Collector, Mark, Meter
-from dynamictp.sim.machine import setup_of
+from dynamictp.sim.machine import capacities_of, setup_of
 from dynamictp.sim.outcome import CaseResult, Outcome
 from dynamictp.sim.pool import Setup, SimPool
 from dynamictp.sim.requests import SimRequest, requests_of
@@ -22,7 +23,7 @@ from dynamictp.sim.scenario import Configuration, Scenario
 
 CHECK_EVERY_S = 3600.0
 SAMPLE_EVERY_S = 5.0
-"""The planner is told of one measured step of a kind in that time: without noise they are all as predicted."""
+"""The planner is told of one measured step of a kind in that time: without noise all are as predicted."""
 
 Progress = Callable[[str, int, float], None]
 """(configuration, seed, share of the run that is done)."""
@@ -38,6 +39,8 @@ class Case(msgspec.Struct, frozen=True):
     load_s: float
     warmup_s: float = 0.0
     drain_s: float = 120.0
+    capacities: dict[int, float] = {}
+    """By degree: requests per second that one domain carries within the SLO, by the cost model."""
 
 
 def simulate(scenario: Scenario, *, jobs: int = 1, progress: Progress | None = None) -> Outcome:
@@ -72,6 +75,7 @@ def case_of(scenario: Scenario, configuration: Configuration, seed: int) -> Case
         scenario.duration_s,
         scenario.warmup_s,
         scenario.drain_s,
+        capacities_of(scenario, configuration),
     )
 
 
@@ -106,7 +110,7 @@ def play(case: Case, requests: Iterable[SimRequest], progress: Progress) -> Case
     check_integrity(pool, collector.balance)
     for request in pool.node.live():
         collector.on_unfinished(request)
-    return _result(case, pool, collector, meter, begin, end, end_s)
+    return _result(case, pool, collector, meter, (begin, end, end_s))
 
 
 def arriving(workload: Workload) -> Iterator[SimRequest]:
@@ -138,12 +142,12 @@ def _result(
     pool: SimPool,
     collector: Collector,
     meter: Meter,
-    begin: Mark,
-    end: Mark,
-    end_s: float,
+    marks: tuple[Mark, Mark, float],
 ) -> CaseResult:
-    device = case.setup.facts.device
-    return CaseResult(
+    """`marks`: at the warm-up's and the load's end, and when all was over."""
+    begin, end, end_s = marks
+    facts = case.setup.facts
+    result = CaseResult(
         configuration=case.configuration,
         seed=case.seed,
         mode=case.setup.mode,
@@ -152,18 +156,27 @@ def _result(
         total=collector.total,
         classes=collector.classes,
         tenants=collector.tenants,
-        use=begin.until(end, device.flops(case.setup.facts.shape.weights.compute).value),
+        use=begin.until(end, 1.0, due=0, capacity=0.0),
         switches=tuple(pool.switcher.records),
         timeline=tuple(pool.timeline),
+        domains=tuple(pool.node.lives.values()),
         samples=tuple(meter.samples),
+        sample_s=meter.every_s,
         reasons=dict(sorted(collector.reasons.items())),
         alarms=dict(sorted(collector.alarms.items())),
         preemptions=pool.node.totals.preemptions,
         handovers=collector.handovers,
         recomputes=collector.recomputes,
         end_s=end_s,
-        kv_tokens_per_device=case.setup.facts.kv_tokens_per_device,
+        kv_tokens_per_device=facts.kv_tokens_per_device,
     )
+    carried = sum(
+        seconds * sum(case.capacities.get(shape.tp, 0.0) for shape in LayoutSpec.parse(layout).shapes)
+        for layout, seconds in result.spans(case.warmup_s, case.load_s)
+    )
+    peak = facts.device.flops(facts.shape.weights.compute).value
+    use = begin.until(end, peak, due=collector.total.due, capacity=carried)
+    return msgspec.structs.replace(result, use=use)
 
 
 def _in_parallel(cases: list[Case], jobs: int, progress: Progress) -> list[CaseResult]:

@@ -1,9 +1,9 @@
 """`scripts/check-simulator`: a recorded run of the real server against the simulator's replay of it.
 
-Starts a server of the embedded model in dynamic mode on two cores, plays short bursts and long phases, keeps
-the benchmark's record and the planner's journal, replays both, and compares. Exit code 0 when throughput, mean
-time per token and the number of switches are within 15 % (one switch for so few), P95 of the time to the first
-token within 30 %.
+Starts a server of the embedded model in dynamic mode on two cores, plays short bursts and long phases,
+keeps the benchmark's record and the planner's journal, replays both, and compares. Exit code 0 when
+throughput, mean time per token and the number of switches are within 15 % (one switch for so few), P95 of the
+time to the first token within 30 %.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from dynamictp.bench.watcher import spans_of
 from dynamictp.bench.workload.classes import MIXES, Workload
 from dynamictp.cost.calibration import Calibration
 from dynamictp.errors import FatalError
-from dynamictp.sim.replay import Recording, calibrated, read_recording, replay, switches
+from dynamictp.sim.replay import Recording, read_recording, replay, switches
+from dynamictp.sim.speeds import calibrated
 
 JOURNAL, RECORD = "journal.jsonl", "record.json"
 SLO = Slo(ttft_s=2.0, tpot_s=0.1, ttft_per_token_s=0.002)

@@ -49,8 +49,12 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
+Curve = tuple[str, Sequence[float], Sequence[float]]
+"""(label, values ascending, share of requests at or below)."""
+
+
 @contextmanager
-def _drawing(name: str, height_in: float) -> Iterator[tuple[Figure, io.StringIO]]:
+def drawing(name: str, height_in: float) -> Iterator[tuple[Figure, io.StringIO]]:
     """A figure that becomes SVG text when the block ends. `name` keeps ids apart on one page."""
     out = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
@@ -60,7 +64,7 @@ def _drawing(name: str, height_in: float) -> Iterator[tuple[Figure, io.StringIO]
         figure.savefig(out, format="svg", metadata=empty)
 
 
-def _svg(out: io.StringIO) -> str:
+def svg(out: io.StringIO) -> str:
     """Without the XML prologue, which has no place inside HTML, and wide as its column."""
     text = out.getvalue()
     return text[text.index("<svg") :].replace("<svg ", '<svg class="plot" ', 1)
@@ -68,18 +72,25 @@ def _svg(out: io.StringIO) -> str:
 
 def cdf_row(name: str, runs: Sequence[Run], slo: Slo) -> str:
     """TTFT, TPOT and E2E of all requests, a line per run."""
-    with _drawing(name, 3.0) as (figure, out):
-        for axes, metric in zip(figure.subplots(1, 3, sharey=True), METRICS, strict=True):
-            _cdf(axes, metric, [(run.label, run.results) for run in runs], _target(metric, slo))
+    return cdf_curves(
+        name, {metric: _curves(metric, [(run.label, run.results) for run in runs]) for metric in METRICS}, slo
+    )
+
+
+def cdf_curves(name: str, curves: Mapping[str, Sequence[Curve]], slo: Slo) -> str:
+    """A panel per metric, a line per curve. Seconds."""
+    with drawing(name, 3.0) as (figure, out):
+        for axes, metric in zip(figure.subplots(1, len(curves), sharey=True), curves, strict=True):
+            _cdf(axes, curves[metric], _target(metric, slo))
             axes.set_title(metric)
-        _legend(figure, len(runs))
-    return _svg(out)
+        _legend(figure, len(next(iter(curves.values()))))
+    return svg(out)
 
 
 def cdf_grid(name: str, runs: Sequence[Run], key: str, slo: Slo) -> str:
     """TTFT and TPOT, a column per class or tenant (`key` names the request's field), a line per run."""
     values = sorted({getattr(result.request, key) for run in runs for result in run.results} - {""})
-    with _drawing(name, 5.2) as (figure, out):
+    with drawing(name, 5.2) as (figure, out):
         grid = figure.subplots(2, len(values), sharey=True, squeeze=False)
         for column, value in enumerate(values):
             chosen = [
@@ -87,18 +98,23 @@ def cdf_grid(name: str, runs: Sequence[Run], key: str, slo: Slo) -> str:
             ]
             own = Slo(*slo.overrides.get(value, (slo.ttft_s, slo.tpot_s)))
             for axes, metric in zip(grid[:, column], ("TTFT", "TPOT"), strict=True):
-                _cdf(axes, metric, chosen, _target(metric, own))
+                _cdf(axes, _curves(metric, chosen), _target(metric, own))
                 axes.set_title(f"{value}: {metric}")
         _legend(figure, len(runs))
-    return _svg(out)
+    return svg(out)
 
 
-def _cdf(
-    axes: Axes, metric: str, groups: Sequence[tuple[str, Sequence[Result]]], target_s: float | None
-) -> None:
-    for color, (label, results) in zip(_cycle(len(groups)), groups, strict=True):
+def _curves(metric: str, groups: Sequence[tuple[str, Sequence[Result]]]) -> list[Curve]:
+    found = []
+    for label, results in groups:
         values, shares = distribution(results, METRICS[metric])
-        if values.size:
+        found.append((label, values.tolist(), shares.tolist()))
+    return found
+
+
+def _cdf(axes: Axes, curves: Sequence[Curve], target_s: float | None) -> None:
+    for color, (label, values, shares) in zip(_cycle(len(curves)), curves, strict=True):
+        if len(values):
             axes.step(np.maximum(values, 1e-4) * 1e3, shares, where="post", color=color, label=label, lw=1.6)
     if target_s is not None:
         axes.axvline(target_s * 1e3, color=_GREY, ls=":", lw=1.2)
@@ -120,7 +136,7 @@ def goodput_bars(name: str, figures: Sequence[RunFigures]) -> str:
         for run in figures
     ]
     names = list(dict.fromkeys(key for run in seen for key in run))
-    with _drawing(name, 2.8) as (figure, out):
+    with drawing(name, 2.8) as (figure, out):
         axes = figure.subplots()
         width = 0.8 / len(figures)
         for i, (color, run) in enumerate(zip(_cycle(len(figures)), figures, strict=True)):
@@ -140,14 +156,14 @@ def goodput_bars(name: str, figures: Sequence[RunFigures]) -> str:
         axes.set_ylim(0, 105)
         axes.set_ylabel("% within both targets")
         _legend(figure, len(figures))
-    return _svg(out)
+    return svg(out)
 
 
 def timeline(name: str, run: Run, slo: Slo) -> str:
     """Latency, throughput and running requests over time, the layout and its switches under them."""
     spans = spans_of(run)
     heights = [1.5, 1.3, 1.3, 1.1, *([0.35] if spans else [])]
-    with _drawing(name, sum(heights) * 1.35) as (figure, out):
+    with drawing(name, sum(heights) * 1.35) as (figure, out):
         panels: Sequence[Axes] = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
         _latency_over_time(panels[0], run, "TTFT", slo.ttft_s)
         _latency_over_time(panels[1], run, "TPOT", slo.tpot_s)
@@ -168,7 +184,7 @@ def timeline(name: str, run: Run, slo: Slo) -> str:
         panels[-1].set_xlim(0, max(run.end_s, run.load_s))
         panels[-1].set_xlabel("seconds")
         figure.align_ylabels(panels)
-    return _svg(out)
+    return svg(out)
 
 
 def _latency_over_time(axes: Axes, run: Run, metric: str, target_s: float) -> None:
@@ -238,7 +254,7 @@ def _layout_strip(axes: Axes, run: Run) -> None:
 
 def switch_gaps(name: str, gaps: Sequence[SwitchGaps]) -> str:
     """Gaps of running streams around each switch, aligned at its start."""
-    with _drawing(name, 2.6) as (figure, out):
+    with drawing(name, 2.6) as (figure, out):
         axes = figure.subplots()
         for color, seen in zip(_cycle(len(gaps)), gaps, strict=True):
             change = seen.change
@@ -253,7 +269,7 @@ def switch_gaps(name: str, gaps: Sequence[SwitchGaps]) -> str:
         axes.set_ylabel("gap between chunks, ms")
         if len(gaps) <= 12:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handletextpad=0.2)
-    return _svg(out)
+    return svg(out)
 
 
 def _target(metric: str, slo: Slo) -> float | None:

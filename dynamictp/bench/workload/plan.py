@@ -119,8 +119,8 @@ def plan_windows(workload: Workload, window_s: float = WINDOW_S) -> Iterator[Pla
     """The workload's open-loop plan in windows, each drawn when it is asked for: memory for one of them,
     however long the workload is. Times are after the workload's start.
 
-    A workload of one window is `make_plan`'s. A longer one has the same rates, classes and lengths, with random
-    streams of their own for each window. Raises ConfigError for closed loops.
+    A workload of one window is `make_plan`'s. A longer one has the same rates, classes and lengths, with
+    random streams of their own for each window. Raises ConfigError for closed loops.
     """
     parsed = parse_arrivals(workload.arrivals, workload.duration_s)
     if isinstance(parsed, ClosedArrivals):
