@@ -52,7 +52,7 @@ def notes(outcome: Outcome) -> Iterator[str]:
     yield f"Mix {scenario.mix}, lengths x {scenario.scale:g}, arrivals {scenario.arrivals}."
     yield (
         f"Targets: TTFT {scenario.slo.ttft_p99_s:g} s, TPOT {scenario.slo.tpot_p99_ms:g} ms. Refused and "
-        f"unfinished requests count against them. The first {scenario.warmup_s:g} s are played and not counted."
+        f"unfinished requests count against them. The first {scenario.warmup_s:g} s are not counted."
     )
     for text in scenario.assumptions:
         yield f"Assumed: {text}."

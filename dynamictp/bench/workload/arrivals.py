@@ -62,6 +62,17 @@ class RateCurve:
         r0, r1 = self.rates_per_s[i : i + 2]
         return r0 + (r1 - r0) * (t_s - t0) / (t1 - t0)
 
+    def rates_at(self, times_s: Sequence[float]) -> Seconds:
+        """`rate_at` of many times."""
+        times, rates = np.array(self.times_s), np.array(self.rates_per_s)
+        asked = np.array(times_s)
+        i = np.searchsorted(times, asked, side="right") - 1
+        inside = np.minimum(i, len(times) - 2)
+        t0, t1, r0, r1 = times[inside], times[inside + 1], rates[inside], rates[inside + 1]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = r0 + (r1 - r0) * (asked - t0) / (t1 - t0)
+        return np.where(i + 1 >= len(times), rates[-1], found)
+
     def when(self, requests: Seconds) -> Seconds:
         """The times at which the cumulated rate reaches `requests`: its exact inverse."""
         times, rates = np.array(self.times_s), np.array(self.rates_per_s)

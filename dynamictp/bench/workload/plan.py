@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from dynamictp.bench.workload import arrivals
 from dynamictp.bench.workload.arrivals import RateCurve
@@ -148,10 +149,11 @@ def _planned(
     openings: Sequence[_Opening], workload: Workload, rng: np.random.Generator, first: int = 0
 ) -> Plan:
     """Conversations with their owners; `first` is the number of the first."""
+    draws = rng.random((len(openings), 3)).tolist()
     planned = [
         request
-        for i, opening in enumerate(openings, first)
-        for request in _conversation(i, opening, workload, rng)
+        for i, (opening, draw) in enumerate(zip(openings, draws, strict=True), first)
+        for request in _conversation(i, opening, workload, draw)
     ]
     fitted = _fit(planned, workload.longest_tokens)
     return Plan(fitted, sum(a is not b for a, b in zip(planned, fitted, strict=True)))
@@ -185,22 +187,25 @@ def _drawn(
         )
         for item in workload.classes
     }
+    plain = {name: (prompts.tolist(), outputs.tolist()) for name, (prompts, outputs) in lengths.items()}
+    near_peak = (curve.rates_at(times) >= threshold).tolist()
+    always, at_peak = _picked(usual, picks), _picked(workload.classes, picks)
     openings = []
     first = 0
-    for t_s, pick, turns in zip(times, picks, turn_counts.tolist(), strict=True):
-        available = workload.classes if curve.rate_at(t_s) >= threshold else usual
-        chosen = _pick(available, float(pick))
-        prompts, outputs = lengths[chosen.name]
-        both = zip(prompts[first : first + turns], outputs[first : first + turns], strict=True)
-        openings.append(_Opening(t_s, chosen.name, tuple(_Turn(int(p), int(o)) for p, o in both)))
+    for i, (t_s, turns) in enumerate(zip(times, turn_counts.tolist(), strict=True)):
+        name = at_peak[i] if near_peak[i] else always[i]
+        prompts, outputs = plain[name]
+        both = range(first, first + turns)
+        openings.append(_Opening(t_s, name, tuple([_Turn(prompts[k], outputs[k]) for k in both])))
         first += turns
     return openings
 
 
-def _pick(items: Sequence[TrafficClass], pick: float) -> TrafficClass:
-    """By weight; `pick` is uniform in [0, 1)."""
+def _picked(items: Sequence[TrafficClass], picks: npt.NDArray[np.float64]) -> list[str]:
+    """Names by weight; `picks` are uniform in [0, 1)."""
     bounds = np.cumsum([item.weight for item in items])
-    return items[min(int(np.searchsorted(bounds, pick * bounds[-1], side="right")), len(items) - 1)]
+    found = np.minimum(np.searchsorted(bounds, picks * bounds[-1], side="right"), len(items) - 1)
+    return [items[i].name for i in found.tolist()]
 
 
 def _replayed(parsed: ReplayArrivals, workload: Workload, rng: np.random.Generator) -> list[_Opening]:
@@ -227,11 +232,11 @@ def _opening_of(row: TraceRow, t_s: float, scale: float) -> _Opening:
 
 
 def _conversation(
-    index: int, opening: _Opening, workload: Workload, rng: np.random.Generator
+    index: int, opening: _Opening, workload: Workload, draw: Sequence[float]
 ) -> Iterable[PlannedRequest]:
-    """The turns of one conversation, of one tenant, under one system text."""
-    tenant = _owner(workload.tenants, float(rng.random()))
-    shared, group = float(rng.random()), float(rng.random())
+    """The turns of one conversation, of one tenant, under one system text; `draw` decides which."""
+    owner, shared, group = draw
+    tenant = _owner(workload.tenants, owner)
     prefixes, system = workload.prefixes, None
     if prefixes is not None and shared < prefixes.share:
         system = Block(
