@@ -124,9 +124,9 @@ def predicted_growth(s: Scene) -> Wish | None:
     return Wish(best.layout, Reason.REVIVE if revived else Reason.GROW_PREDICTED, forced, gain)
 
 
-def misses(s: Scene) -> bool:
-    """A measured latency is above its threshold."""
-    limit = s.config.feedback_threshold
+def misses(s: Scene, limit: float | None = None) -> bool:
+    """A measured latency is above `limit` times its target; None: the threshold of feedback."""
+    limit = s.config.feedback_threshold if limit is None else limit
     return max(ttft_ratio(s.snapshot, s.config), tpot_ratio(s.snapshot, s.config)) > limit
 
 

@@ -243,9 +243,9 @@ def _switched(s: Scene, wish: Wish, target: str, state: PlannerState) -> Planner
 def _decision(s: Scene, wish: Wish, verdict: _Verdict, state: PlannerState) -> Decision:
     snapshot, config = s.snapshot, s.config
     alarms = []
-    if wish.reason is Reason.SLO_INFEASIBLE or not s.table.holds_slo:
+    if (wish.reason is Reason.SLO_INFEASIBLE and choice.misses(s, 1.0)) or not s.table.holds_slo:
         alarms.append(Alarm.SLO_INFEASIBLE)
-    if state.online.pegged:
+    if state.online.pegged(s.observed.shapes):
         alarms.append(Alarm.CALIBRATION_PEGGED)
     if verdict.reason is Reason.BUDGET:
         alarms.append(Alarm.FLAPPING)

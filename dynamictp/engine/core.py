@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from time import thread_time
 
 from dynamictp.clock import Clock
@@ -31,6 +32,7 @@ from dynamictp.messages import (
     DomainProven,
     EngineReady,
     EngineStart,
+    FirstAdmission,
     SetDevices,
     SetLayout,
     Shutdown,
@@ -59,7 +61,14 @@ class EngineCore:
     Raises `FatalError` when the first layout can't be opened.
     """
 
-    def __init__(self, start: EngineStart, clock: Clock, control: ControlWords | None = None) -> None:
+    def __init__(
+        self,
+        start: EngineStart,
+        clock: Clock,
+        control: ControlWords | None = None,
+        core_wait_s: Callable[[int], float] = lambda pid: 0.0,
+    ) -> None:
+        """`core_wait_s`: how long the process of that id has waited for a core so far."""
         self.start = start
         self.to_server: list[Body] = []
         self.to_workers: list[tuple[int, Body]] = []
@@ -74,13 +83,18 @@ class EngineCore:
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._times = StepTimes()
         self._admission = Admission(
-            self.pool, arena.page_tokens, start.max_batched_tokens, self._times, self._live
+            self.pool,
+            arena.page_tokens,
+            start.max_batched_tokens,
+            self._times,
+            self._live,
+            long_prompt_tokens=start.long_prompt_tokens,
         )
         self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover, clock)
         self._turns = Turns()
         self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
         control = control or NullControlWords()
-        self._watch = Watch(control, start.hang_s)
+        self._watch = Watch(control, start.hang_s, core_wait_s)
         self._expected = dict(enumerate(start.workers or (1,) * start.devices))
         """Incarnation of each device's worker that was started last, 0 for none."""
         first_id = 1 + (start.incarnation - 1) * EPOCHS_PER_INCARNATION
@@ -156,7 +170,7 @@ class EngineCore:
                 if domain is not None and domain.state != "failed":
                     self._fail(domain, f"rank {body.rank} of {domain.placed}: {body.error}")
             case WorkerHello():
-                self._watch.on_hello(device)
+                self._watch.on_hello(device, body.pid)
                 for domain in self.fleet.on_hello(body):
                     self._fail(domain, f"the worker of device {device} was replaced", worker_lost=True)
             case _:
@@ -337,9 +351,11 @@ class EngineCore:
         self.layouts.on_failed(domain, error, worker_lost=worker_lost)
         self._next_snapshot_s = self._clock.now()
 
-    def _on_status(self, status: SwitchStatus) -> None:
-        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
+    def _on_status(self, status: SwitchStatus | FirstAdmission) -> None:
         self.to_server.append(status)
+        if isinstance(status, FirstAdmission):
+            return
+        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
         self._next_snapshot_s = self._clock.now()
 
     def _announce(self) -> None:

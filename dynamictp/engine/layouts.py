@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dynamictp.clock import Clock
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.drains import Drains
+from dynamictp.engine.firsts import FirstAdmissions
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.placing import Targets, keepable, missing, surplus
 from dynamictp.engine.probe import Prober
@@ -24,6 +25,7 @@ from dynamictp.messages import (
     DomainOpened,
     DomainProven,
     EngineStart,
+    FirstAdmission,
     SetDevices,
     SetLayout,
     StepResult,
@@ -54,7 +56,7 @@ class LayoutManager:
         clock: Clock,
         *,
         times: StepTimes,
-        emit: Callable[[SwitchStatus], None],
+        emit: Callable[[SwitchStatus | FirstAdmission], None],
     ) -> None:
         """`times`: step times measured so far, which a ramp judges by."""
         self._fleet = fleet
@@ -70,6 +72,7 @@ class LayoutManager:
         """Some layout serves, or has."""
         self._current: Switch | None = None
         self._drains = Drains(fleet, book, self._report)
+        self._firsts = FirstAdmissions()
         self._committed: list[Switch] = []
         """Switches whose commit this turn is to report."""
         self._statuses: OrderedDict[str, SwitchStatus] = OrderedDict()
@@ -198,6 +201,9 @@ class LayoutManager:
         """A request was admitted to a domain."""
         if self._ramp is not None:
             self._ramp.bound(domain)
+        first = self._firsts.admitted(domain, self._clock.now())
+        if first is not None:
+            self._emit(first)
 
     # ------------------------------------------------------------ every turn
 
@@ -329,6 +335,7 @@ class LayoutManager:
             for request in tuple(domain.leaving):
                 self._book.stay(request)
             self._drains.revived(domain, self._committed)
+        self._firsts.serve(switch)
 
     def _commit(self, switch: Switch, now: float) -> None:
         if switch.phase != "ramp":

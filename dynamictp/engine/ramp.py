@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamictp.control.route import Side, ramp_side
+from dynamictp.control.route import RampSides, Side
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.probe import Probe
 from dynamictp.engine.request import Request
@@ -85,18 +85,15 @@ class Ramp:
     # ------------------------------------------------------------ sides
 
     def choices(self, request: Request, domains: Sequence[Domain], blocks: int) -> list[list[Domain]]:
-        """The serving domains of the request's side, then those of the other one: a side without room leaves
-        it the request. Not so while the probe runs, and at 100 %, as long as there is another way."""
-        holding: Sequence[Domain]
-        if self.share >= 1.0:
-            side = [domain for domain in domains if domain not in self._retiring]
-            holding = [domain for domain in side if domain.quota >= blocks]
-        else:
-            new = self._first_due or ramp_side(request.id, self.share) == "new"
-            side = [domain for domain in domains if (domain in self._new) == new]
-            holding = side if self._probe is not None else []
-        others = [domain for domain in domains if domain not in side]
-        return [group for group in (side, [] if holding else others) if group]
+        """The serving domains in the order in which they may take a request of so many blocks."""
+        sides = RampSides(
+            self.share,
+            self._new,
+            self._retiring,
+            first_due=self._first_due,
+            probing=self._probe is not None,
+        )
+        return sides.groups(request.id, domains, lambda domain: domain.quota >= blocks)
 
     def bound(self, domain: Domain) -> None:
         """A request was admitted to a domain."""

@@ -46,6 +46,11 @@ class Switch:
     settings: RampSettings | None = None
     ramp: Ramp | None = None
     """While it is in its ramp."""
+    began_s: float = field(init=False)
+    """When the command came."""
+
+    def __post_init__(self) -> None:
+        self.began_s = self.mark_s
 
     def hurry(self) -> None:
         """It has become urgent: of its ramp, only the shadow probe is left. One without a ramp stays so."""

@@ -168,6 +168,15 @@ class SwitchStatus(Message, frozen=True):
     """Share of new requests that go to the new side, while the ramp runs."""
 
 
+class FirstAdmission(Message, frozen=True):
+    """The first request from the queue went to a domain that a switch opened or revived, `milliseconds`
+    after the engine got the switch's command. Often after the switch is `closed`: it takes an arrival.
+    """
+
+    switch_id: str
+    milliseconds: float
+
+
 class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     """Steps of one degree since the engine started, and where their time went on rank 0, in seconds.
 

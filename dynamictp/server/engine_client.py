@@ -20,6 +20,7 @@ from dynamictp.messages import (
     Body,
     CancelRequest,
     EngineReady,
+    FirstAdmission,
     Outputs,
     PromptLogprobs,
     Queued,
@@ -66,6 +67,7 @@ class EngineClient:
         *,
         admission: AdmissionControl | None = None,
         on_switch: Callable[[SwitchStatus], None],
+        on_first_admission: Callable[[FirstAdmission], None] = lambda message: None,
         on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
     ) -> None:
         """`admission` is told what waits and how fast it moves, and asked who is taken."""
@@ -73,6 +75,7 @@ class EngineClient:
         self._metrics = metrics
         self._admission = admission or AdmissionControl(clock)
         self._on_switch = on_switch
+        self._on_first_admission = on_first_admission
         self._on_worker_lost = on_worker_lost
         self._live: dict[str, LiveRequest] = {}
         self._link = EngineLink(self._handle, self._on_lost)
@@ -272,6 +275,8 @@ class EngineClient:
                     self.layout = body.to_layout
                 self._metrics.on_switch(body)
                 self._on_switch(body)
+            case FirstAdmission():
+                self._on_first_admission(body)
             case EngineReady():
                 self.engine = body
                 self.layout = body.layout

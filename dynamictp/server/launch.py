@@ -26,6 +26,7 @@ from dynamictp.model.source import ModelSource
 from dynamictp.model.weights import plan_weights
 from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
 from dynamictp.observe.tracing import open_tracer
+from dynamictp.process import core_wait_s
 from dynamictp.server.admission import QueueLimits
 from dynamictp.server.keys import KeyRings
 from dynamictp.server.machine import available_memory_bytes, usable_cores
@@ -148,7 +149,13 @@ class _Launch:
 
     async def _keep_alive(self, service: Service, supervisor: Supervisor, stop: StopSignals) -> None:
         """Serve, then drain: returns when the server is to end."""
-        recovery = Recovery(service.client, service.engine_lost, service.clock, hang_s=self._config.hang_s)
+        recovery = Recovery(
+            service.client,
+            service.engine_lost,
+            service.clock,
+            hang_s=self._config.hang_s,
+            core_wait_s=lambda: core_wait_s(supervisor.engine_pid or 0),
+        )
         supervisor.keep_alive(recovery)
         drain = stop.drain_first()
         tasks = [asyncio.create_task(recovery.watch(supervisor.kill_engine))]

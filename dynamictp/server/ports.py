@@ -9,8 +9,14 @@ from dynamictp.config import ServeConfig, is_loopback
 from dynamictp.server.access import Access, host_names
 from dynamictp.server.app import create_app
 from dynamictp.server.keys import KeyRings
-from dynamictp.server.run import ServerRunner
+from dynamictp.server.machine import raise_descriptor_limit
+from dynamictp.server.run import CONNECTIONS, ServerRunner
 from dynamictp.server.service import Service
+
+ADMIN_CONNECTIONS = 256
+OTHER_DESCRIPTORS = 512
+"""For the admin port, and for pipes, sockets and files of the server itself."""
+LEAST_CONNECTIONS = 64
 
 
 class Ports:
@@ -28,10 +34,12 @@ class Ports:
             admin=config.admin_on_main,
             access=Access(api, admin, config.public_metrics, names),
         )
-        self._runners = [ServerRunner(main, config.host, config.port)]
+        most = max(LEAST_CONNECTIONS, min(CONNECTIONS, raise_descriptor_limit() - OTHER_DESCRIPTORS))
+        self._runners = [ServerRunner(main, config.host, config.port, connections=most)]
         if config.admin_address is not None:
             own = create_app(service, api=False, access=Access(admin, admin, names=names))
-            self._runners.append(ServerRunner(own, *config.admin_address))
+            address = config.admin_address
+            self._runners.append(ServerRunner(own, *address, connections=ADMIN_CONNECTIONS))
 
     async def start(self) -> int:
         """Listen; returns the API's port. Raises `ResourceError` when an address is not to be had."""

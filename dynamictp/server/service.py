@@ -103,6 +103,7 @@ class Service:
             metrics,
             admission=admission,
             on_switch=switches.on_status,
+            on_first_admission=switches.on_first_admission,
             on_worker_lost=on_worker_lost,
         )
         lease_numbers = count(1)

@@ -282,6 +282,7 @@ class Supervisor:
             workers=self._pool.incarnations,
             ramp=ramp_settings(config.control),
             leased=self.leased(),
+            long_prompt_tokens=config.control.long_prompt_tokens,
         )
         file = folder / f"engine-{incarnation}.json"
         file.write_bytes(msgspec.json.encode(start))
@@ -311,6 +312,8 @@ class Supervisor:
             self._link.close()
         # Ranks may wait for one that never got its plan. Released, they hear of the next engine.
         self._revoke_domains()
+        if self._folder is not None:
+            self._folder.remove_of_engine(self._engine_incarnation)
         self._engine_incarnation += 1
         assert self._pool is not None
         self._pool.connect(self._engine_incarnation)

@@ -52,9 +52,9 @@ def _check_devices(pool: SimPool) -> None:
     for domain in node.domains.values():
         if not set(domain.devices) <= set(range(node.devices)):
             raise SimulationError(f"domain {domain.epoch} is on devices {domain.devices} that do not exist")
-    old = [d for d in node.domains.values() if d.state == "serving" and node.sides[d.epoch] == "old"]
-    taken = [device for domain in old for device in domain.devices]
-    if len(set(taken)) < len(taken):
+    serving = [domain for domain in node.domains.values() if domain.state == "serving"]
+    taken = [device for domain in serving for device in domain.devices]
+    if pool.switcher.view is None and len(set(taken)) < len(taken):
         raise SimulationError(f"serving domains share devices: {sorted(taken)}")
     if totals.device_s > node.devices * now * (1 + 1e-9) + 1e-6:
         raise SimulationError(f"{totals.device_s:g} device-seconds in {now:g} s of {node.devices} devices")

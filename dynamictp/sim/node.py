@@ -6,16 +6,17 @@ planner decides, and `drive` hands its decisions on.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.facts import PoolFacts
-from dynamictp.control.route import DomainLoad, RequestNeed, RouteState, Side, route
+from dynamictp.control.route import DomainLoad, RampSides, RequestNeed, RouteState, route
 from dynamictp.control.values import StepSample
 from dynamictp.cost.steps import StepModel
 from dynamictp.layout import PlacedShape
@@ -116,9 +117,10 @@ class Node:
         self.domains: dict[int, SimDomain] = {}
         self.lives: dict[int, DomainLife] = {}
         """Of all domains that ever were, by epoch."""
-        self.sides: dict[int, Side] = {}
         self.waiting: list[SimRequest] = []
         self.routing = RouteState(long_prompt_tokens=config.long_prompt_tokens)
+        self.ramp: RampSides[SimDomain] | None = None
+        """Of the switch under way; its switcher's to set."""
         self.hits = self.queries = 0
         """Prompt tokens found in the prefix cache, of those asked for."""
         self.on_first: Callable[[SimRequest], None] = lambda request: None
@@ -195,11 +197,10 @@ class Node:
         )
         return domain
 
-    def serve(self, domain: SimDomain, side: Side = "old") -> None:
+    def serve(self, domain: SimDomain) -> None:
         domain.state = "serving"
         life = self.lives[domain.epoch]
         life.serving_s, life.draining_s = life.serving_s or self.loop.now(), None
-        self.sides[domain.epoch] = side
         self._changed()
 
     def drain(self, domain: SimDomain) -> None:
@@ -216,7 +217,6 @@ class Node:
         domain.state = "closed"
         self.lives[domain.epoch].closed_s = self.loop.now()
         del self.domains[domain.epoch]
-        self.sides.pop(domain.epoch, None)
         self._changed()
 
     def hand_over(self, domain: SimDomain) -> None:
@@ -358,10 +358,9 @@ class Node:
         serving = self._serving
         index = 0
         while index < len(self.waiting) and index <= _MOST_SKIPPED:
-            open_domains = [d for d in serving if d.backlog < self.facts.limits.max_batched_tokens]
             request = self.waiting[index]
             self._look_up(request)
-            chosen = self._route(request, open_domains)
+            chosen = self._route(request, serving, self.facts.limits.max_batched_tokens)
             if chosen is not None:
                 del self.waiting[index]
                 chosen.add(request)
@@ -382,7 +381,23 @@ class Node:
             request.computed = min(request.prefix_tokens, request.prompt - 1) // page * page
             self.hits += request.computed
 
-    def _route(self, request: SimRequest, domains: Sequence[SimDomain]) -> SimDomain | None:
+    def _route(
+        self, request: SimRequest, domains: Sequence[SimDomain], most_backlog: float = math.inf
+    ) -> SimDomain | None:
+        """A domain with room and less than `most_backlog` tokens to prefill, on the request's side of a ramp
+        first."""
+        groups: Sequence[Sequence[SimDomain]] = [domains]
+        if self.ramp is not None:
+            groups = self.ramp.groups(request.id, domains, lambda d: self.fits_when_empty(request, d.tp))
+        for group in groups:
+            chosen = self._pick(request, [domain for domain in group if domain.backlog < most_backlog])
+            if chosen is not None:
+                if self.ramp is not None and chosen in self.ramp.new:
+                    self.ramp = replace(self.ramp, first_due=False)
+                return chosen
+        return None
+
+    def _pick(self, request: SimRequest, domains: Sequence[SimDomain]) -> SimDomain | None:
         if not domains:
             return None
         loads = [self._load(domain, request) for domain in domains]
@@ -397,7 +412,7 @@ class Node:
         chosen = route(need, loads, self.routing)
         if chosen is None:
             return None
-        self.routing = self.routing.after(chosen)
+        self.routing = self.routing.after()
         return self.domains[chosen.epoch]
 
     def _load(self, domain: SimDomain, request: SimRequest) -> DomainLoad:
@@ -411,7 +426,6 @@ class Node:
             step_s=times.decode_s(domain.running + 1, max(domain.context_mean, 1.0)),
             token_s=times.prompt_token_s(self.facts.limits.max_batched_tokens),
             backlog_tokens=domain.backlog,
-            side=self.sides.get(domain.epoch, "old"),
         )
 
     def times(self, tp: int, active_devices: int) -> StepTimes:

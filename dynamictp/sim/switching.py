@@ -15,7 +15,7 @@ import msgspec
 
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.reconciler import ramp_settings
-from dynamictp.control.route import Ramp
+from dynamictp.control.route import RampSides
 from dynamictp.control.values import SwitchView
 from dynamictp.control.windows import quantile
 from dynamictp.layout import Layout, LayoutSpec, place
@@ -166,7 +166,7 @@ class Switcher:
             return
         switch.phase = "ramp"
         for domain in switch.opening:
-            self.node.serve(domain, "new")
+            self.node.serve(domain)
         self._ramp(switch, 0)
 
     def _serve_new(self, switch: _Switch) -> None:
@@ -199,9 +199,13 @@ class Switcher:
         if step > len(shares):
             self._commit(switch)
             return
-        routing = self.node.routing
-        begun = routing.ramp.begun if routing.ramp is not None else False
-        self._set_ramp(Ramp(shares[min(step, len(shares) - 1)], begun))
+        before = self.node.ramp
+        self.node.ramp = RampSides(
+            shares[min(step, len(shares) - 1)],
+            frozenset(switch.opening),
+            frozenset(switch.closing),
+            first_due=before is None or before.first_due,
+        )
         wait = settings.observe_s if step < len(shares) else settings.settle_s
         switch.timer = self.node.loop.after(wait, lambda: self._ramp(switch, step + 1))
         self.node.pump()
@@ -215,11 +219,9 @@ class Switcher:
     def _commit(self, switch: _Switch) -> None:
         now = self.node.loop.now()
         self._current = None
-        self._set_ramp(None)
+        self.node.ramp = None
         switch.record.committed_s, switch.record.outcome = now, "committed"
         self.last_commit_s, self.observed = now, switch.target.spec
-        for domain in switch.opening:
-            self.node.sides[domain.epoch] = "old"
         for domain in switch.closing:
             self.node.drain(domain)
             self.node.loop.after(self.config.drain_deadline_s, partial(self._deadline, domain))
@@ -251,7 +253,7 @@ class Switcher:
         if switch.timer is not None:
             switch.timer.cancel()
         self._current = None
-        self._set_ramp(None)
+        self.node.ramp = None
         switch.record.outcome = outcome
         for domain in switch.opening:
             domain.abort()
@@ -286,7 +288,3 @@ class Switcher:
     @property
     def _shares_memory(self) -> bool:
         return self.node.facts.device.shared_memory
-
-    def _set_ramp(self, ramp: Ramp | None) -> None:
-        routing = self.node.routing
-        self.node.routing = type(routing)(routing.routed, ramp, routing.long_prompt_tokens)

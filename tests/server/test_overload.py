@@ -211,15 +211,6 @@ async def exchange(url: str, sent: bytes) -> bytes:
     return received
 
 
-async def test_a_connection_without_a_request_is_closed(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.05)
-    async with on_port(stack) as url:
-        for sent in (b"", b"GET /health HTT"):
-            assert await exchange(url, sent) == b""
-
-
 async def test_a_head_without_an_end_is_refused(stack: Stack) -> None:
     async with on_port(stack) as url:
         answer = await exchange(url, b"GET /health HTTP/1.1\r\nhost: x\r\nx-much: " + b"a" * 40_000)

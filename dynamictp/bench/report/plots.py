@@ -23,7 +23,7 @@ from dynamictp.bench.watcher import changes_of, spans_of
 # Okabe and Ito's palette: distinct for colour-blind readers too.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555", "#8b6f00")
 _LAYOUT_COLORS = ("#dbe9f6", "#fde3cf", "#d9f0e3", "#f3dfeb", "#e8e8e8", "#fbf1c7")
-_GREY, _GRID = "#666666", "#e6e6e6"
+GREY, _GRID = "#666666", "#e6e6e6"
 _STYLE: dict[Any, object] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -31,7 +31,7 @@ _STYLE: dict[Any, object] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
+    "axes.edgecolor": GREY,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": _GRID,
@@ -117,9 +117,9 @@ def _cdf(axes: Axes, curves: Sequence[Curve], target_s: float | None) -> None:
         if len(values):
             axes.step(np.maximum(values, 1e-4) * 1e3, shares, where="post", color=color, label=label, lw=1.6)
     if target_s is not None:
-        axes.axvline(target_s * 1e3, color=_GREY, ls=":", lw=1.2)
+        axes.axvline(target_s * 1e3, color=GREY, ls=":", lw=1.2)
     axes.set_xscale("log")
-    _log_ticks(axes.xaxis, axes.get_xlim())
+    log_ticks(axes.xaxis, axes.get_xlim())
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes.set_xlabel("ms")
@@ -170,7 +170,7 @@ def timeline(name: str, run: Run, slo: Slo) -> str:
         _throughput(panels[2], run)
         _running(panels[3], run)
         for axes in panels:
-            axes.axvline(run.load_s, color=_GREY, lw=0.8, ls="--")
+            axes.axvline(run.load_s, color=GREY, lw=0.8, ls="--")
             for change in changes_of(run):
                 axes.axvspan(
                     change.start_s,
@@ -207,9 +207,9 @@ def _latency_over_time(axes: Axes, run: Run, metric: str, target_s: float) -> No
             failed, [0.97] * len(failed), marker="x", s=20, color="#c00000", lw=1.2, label="failed",
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
-    axes.axhline(target_s * 1e3, color=_GREY, ls=":", lw=1.2)
+    axes.axhline(target_s * 1e3, color=GREY, ls=":", lw=1.2)
     axes.set_yscale("log")
-    _log_ticks(axes.yaxis, axes.get_ylim())
+    log_ticks(axes.yaxis, axes.get_ylim())
     axes.set_ylabel(f"{metric}, ms")
     if metric == "TTFT" and any(classes):
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handletextpad=0.2)
@@ -262,9 +262,9 @@ def switch_gaps(name: str, gaps: Sequence[SwitchGaps]) -> str:
             label = f"{change.before} → {change.after} at {change.start_s:.0f} s"
             axes.scatter(x, np.maximum(y, 0.1), s=8, color=color, alpha=0.55, lw=0, label=label)
             axes.axvspan(0, change.end_s - change.start_s, color=color, alpha=0.08, lw=0)
-        axes.axvline(0, color=_GREY, lw=1)
+        axes.axvline(0, color=GREY, lw=1)
         axes.set_yscale("log")
-        _log_ticks(axes.yaxis, axes.get_ylim())
+        log_ticks(axes.yaxis, axes.get_ylim())
         axes.set_xlabel("seconds after the switch began")
         axes.set_ylabel("gap between chunks, ms")
         if len(gaps) <= 12:
@@ -287,7 +287,7 @@ def _legend(figure: Figure, runs: int) -> None:
         figure.legend(handles, labels, loc="outside upper left", ncols=min(runs, 6))
 
 
-def _log_ticks(axis: Axis, limits: tuple[float, float]) -> None:
+def log_ticks(axis: Axis, limits: tuple[float, float]) -> None:
     """Plain numbers, and enough of them where the axis spans little more than a decade."""
     decades = np.log10(limits[1] / limits[0])
     subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0, 3.0)

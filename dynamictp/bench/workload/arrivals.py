@@ -71,7 +71,7 @@ class RateCurve:
         t0, t1, r0, r1 = times[inside], times[inside + 1], rates[inside], rates[inside + 1]
         with np.errstate(invalid="ignore", divide="ignore"):
             found = r0 + (r1 - r0) * (asked - t0) / (t1 - t0)
-        return np.where(i + 1 >= len(times), rates[-1], found)
+        return np.asarray(np.where(i + 1 >= len(times), rates[-1], found), dtype=np.float64)
 
     def when(self, requests: Seconds) -> Seconds:
         """The times at which the cumulated rate reaches `requests`: its exact inverse."""
