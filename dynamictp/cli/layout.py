@@ -9,12 +9,13 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from dynamictp.cli.admin import admin_options, headers_of
+from dynamictp.cli.admin import admin_client, admin_options, refusal
 from dynamictp.errors import DynamicTPError, LayoutRefused
 from dynamictp.layout import spec_of
 
 WAIT_S = 75.0
 """The server answers within 60 s; the rest is for the way."""
+UNPROCESSABLE = 422
 
 
 @click.group()
@@ -97,18 +98,14 @@ def auto(url: str, key: str | None) -> None:
 
 
 def _call(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    address = f"{url.rstrip('/')}/admin/layout"
-    try:
-        response = httpx.request(method, address, json=body, headers=headers_of(key), timeout=WAIT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise DynamicTPError(
-            f"no answer from {url}: {error}; is the server running, and is --url right?"
-        ) from error
-    try:
-        answer = response.json()
-    except ValueError:
-        answer = {}
-    if response.is_error:
-        message = answer.get("error", {}).get("message") or f"status {response.status_code}"
-        raise LayoutRefused(message) if response.status_code == 422 else DynamicTPError(message)
-    return dict(answer)
+    with admin_client(url, key, WAIT_S) as http:
+        try:
+            response = http.request(method, "/admin/layout", json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise DynamicTPError(
+                f"no answer from {url}: {error}; is the server running, and is --url right?"
+            ) from error
+        if response.is_error:
+            reason = refusal(http, response)
+            raise LayoutRefused(str(reason)) if response.status_code == UNPROCESSABLE else reason
+        return dict(response.json())

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import httpx
 
-from dynamictp.cli.admin import admin_options, headers_of
+from dynamictp.cli.admin import admin_client, admin_options, refusal
 from dynamictp.errors import DynamicTPError
 
 NONE_FREE = 75
@@ -72,7 +72,7 @@ def lease(url: str, key: str | None, wait: float, command: tuple[str, ...], **gi
         "grace_s": given["grace"],
         "wait_s": wait,
     }
-    with httpx.Client(base_url=url.rstrip("/"), headers=headers_of(key), timeout=ANSWER_S) as http:
+    with admin_client(url, key, ANSWER_S) as http:
         granted = _ask(http, asked, url, wait)
         if granted is None:
             sys.exit(NONE_FREE)
@@ -88,17 +88,16 @@ def _ask(http: httpx.Client, asked: dict[str, Any], url: str, wait_s: float) -> 
     """The lease; None when there are no free devices."""
     try:
         response = http.post("/admin/leases", json=asked, timeout=ANSWER_S + wait_s)
-        answer = response.json()
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DynamicTPError(
             f"no answer from {url}: {error}; is the server running, and is --url right?"
         ) from error
     if response.status_code == 409:
-        click.echo(f"dynamictp: {answer['error']['message']}", err=True)
+        click.echo(f"dynamictp: {refusal(http, response)}", err=True)
         return None
     if response.is_error:
-        raise DynamicTPError(answer.get("error", {}).get("message") or f"status {response.status_code}")
-    return dict(answer)
+        raise refusal(http, response)
+    return dict(response.json())
 
 
 class Holder:

@@ -32,6 +32,7 @@ from dynamictp.messages import (
     DomainProven,
     EngineReady,
     EngineStart,
+    FirstAdmission,
     SetDevices,
     SetLayout,
     Shutdown,
@@ -82,7 +83,12 @@ class EngineCore:
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._times = StepTimes()
         self._admission = Admission(
-            self.pool, arena.page_tokens, start.max_batched_tokens, self._times, self._live
+            self.pool,
+            arena.page_tokens,
+            start.max_batched_tokens,
+            self._times,
+            self._live,
+            long_prompt_tokens=start.long_prompt_tokens,
         )
         self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover, clock)
         self._turns = Turns()
@@ -345,9 +351,11 @@ class EngineCore:
         self.layouts.on_failed(domain, error, worker_lost=worker_lost)
         self._next_snapshot_s = self._clock.now()
 
-    def _on_status(self, status: SwitchStatus) -> None:
-        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
+    def _on_status(self, status: SwitchStatus | FirstAdmission) -> None:
         self.to_server.append(status)
+        if isinstance(status, FirstAdmission):
+            return
+        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
         self._next_snapshot_s = self._clock.now()
 
     def _announce(self) -> None:

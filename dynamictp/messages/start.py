@@ -42,3 +42,5 @@ class EngineStart(msgspec.Struct, frozen=True):
     ramp: RampSettings = RampSettings()
     leased: tuple[int, ...] = ()
     """Devices that others use: no domain is put on them."""
+    long_prompt_tokens: int = 1024
+    """Prompts from this length on lean to the widest domain."""

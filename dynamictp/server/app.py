@@ -48,7 +48,7 @@ def create_app(
         return json_response({"status": "ready", "layout": service.observed})
 
     async def version(request: Request) -> Response:
-        return json_response({"version": dynamictp.__version__})
+        return json_response({"version": dynamictp.__version__, "server": "dynamictp"})
 
     async def description(request: Request) -> Response:
         return json_response(openapi(service.facts.vocab, api=api, admin=admin))

@@ -11,7 +11,7 @@ from dynamictp.control.capacity import CostBook
 from dynamictp.control.config import ControlConfig, reloaded
 from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
-from dynamictp.control.reconciler import Observed, Reconciler, Target, target_of
+from dynamictp.control.reconciler import Observed, Reconciler, Target
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import Decision, PoolSnapshot
 from dynamictp.messages import CancelSwitch, SetLayout, Snapshot, SwitchStatus
@@ -123,7 +123,7 @@ class ControlPlane:
         """Progress of any switch."""
         mine = status.switch_id == self.reconciler.in_flight
         if status.outcome == "committed":
-            self._view.traffic.committed()
+            self._view.traffic.committed(self._clock.now())
         self.reconciler.on_status(status)
         if mine and status.outcome and not self._board.pinned:
             # However it ended: the planner decides anew on what is there now.
@@ -177,8 +177,7 @@ class ControlPlane:
             self.reconciler.want(Target(board.target or snapshot.layout, PINNED_REASON, ramp=False))
         else:
             self._desk.reserve(decision.reserve, config.reserve_ahead_s)
-            if decision.target is not None:
-                self.reconciler.want(target_of(decision, config))
+            self.reconciler.follow(decision, config)
         flight = board.in_flight
         in_flight = (flight.switch_id, flight.to_layout) if flight is not None else None
         self.reconciler.step(

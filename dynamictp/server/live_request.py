@@ -6,10 +6,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from dynamictp.control.windows import Stream, Who
 from dynamictp.errors import DynamicTPError
 from dynamictp.messages import PromptLogprobs, SamplingParams, ServedBy, TokenEvent
 from dynamictp.observe.requests import Finished
-from dynamictp.server.admission import Waiting
+from dynamictp.server.admission import Waiting, class_of
 from dynamictp.server.sender import Sender
 
 TOKEN_BYTES = 4
@@ -73,6 +74,17 @@ class LiveRequest:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def who(self) -> Who:
+        """What its targets depend on."""
+        tokens = self.prompt_len
+        return Who(self.sender.arrival_s, tokens, class_of(tokens), self.sender.tenant)
+
+    @property
+    def stream(self) -> Stream:
+        """Its tokens so far; it has one at least."""
+        return Stream(self.who, len(self.emitted), self.first_token_s, self.last_token_s)
 
 
 def finished(live: LiveRequest, ended: Ended, now: float) -> Finished:

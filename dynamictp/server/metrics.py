@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -45,6 +46,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics(Collector):
     """Everything `/metrics` shows. Fed by the engine client, read by `render`."""
 
+    request_metrics: ClassVar[type[RequestMetrics]] = RequestMetrics
+
     def __init__(
         self,
         pool: str = "default",
@@ -66,7 +69,7 @@ class Metrics(Collector):
         self._moved: Counter[str] = Counter({"handover": 0, "recompute": 0})
         self._ttft = Histogram(TTFT_S)
         self._itl = Histogram(TPOT_S)
-        self.requests = RequestMetrics()
+        self.requests = self.request_metrics()
         self.machine = MachineMetrics()
         self.plane = PlaneMetrics()
         self.alias_model = ""
@@ -251,11 +254,24 @@ class Metrics(Collector):
         states = Counter({"preparing": 0, "serving": 0, "draining": 0, "failed": 0})
         states.update(d.state for d in domains)
         yield gauges("dtp_domains", "Domains by state. Does something drain or fail?", "state", states)
+        yield gauge(
+            "dtp_ranks_per_core",
+            "Ranks of serving domains on one core, at most. Do ranks wait for a core?",
+            self._ranks_per_core(domains),
+        )
         yield counters(
             "dtp_device_busy_seconds",
             "Time a device spent in steps, waits for peers included. How loaded is each device?",
             ["device"],
             (((str(device.id),), device.busy_s) for device in (now.devices if now else ())),
+        )
+
+    def _ranks_per_core(self, domains: Iterable[DomainStatus]) -> int:
+        placed = self.machine.sources.devices()
+        ranks = (device for domain in domains if domain.state == "serving" for device in domain.devices)
+        return max(
+            Counter(core for rank in ranks if rank in placed for core in placed[rank].cores).values(),
+            default=0,
         )
 
     def _collect_steps(self) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.control.capacity import CostBook
@@ -17,6 +17,7 @@ from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import Journal
 from dynamictp.control.pool import ResourcePool
 from dynamictp.control.state import PlannerState
+from dynamictp.control.windows import TrafficWindows
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
 from dynamictp.layout import legal_specs
@@ -34,7 +35,6 @@ from dynamictp.server.pool_view import PoolView
 from dynamictp.server.requests import SamplingDefaults
 from dynamictp.server.switches import SwitchBoard
 from dynamictp.server.texts import TextThreads
-from dynamictp.server.traffic import Traffic
 
 SWITCH_WAIT_S = 60.0
 
@@ -75,6 +75,7 @@ class Service:
     request_timeout_s: float = 0.0
     """After so long a request is given up; 0: never. Clients may ask for less."""
     switch_wait_s: float = SWITCH_WAIT_S
+    metrics_kind: ClassVar[type[Metrics]] = Metrics
 
     @classmethod
     def create(
@@ -99,12 +100,13 @@ class Service:
         limits = limits or QueueLimits()
         admission = AdmissionControl(clock, limits, tenants)
         incarnation = secrets.token_hex(3)
-        metrics, switches = Metrics(admission=admission, clock=clock), SwitchBoard(incarnation)
+        metrics, switches = cls.metrics_kind(admission=admission, clock=clock), SwitchBoard(incarnation)
         client = EngineClient(
             clock,
             metrics,
             admission=admission,
             on_switch=switches.on_status,
+            on_first_admission=switches.on_first_admission,
             on_worker_lost=on_worker_lost,
         )
         lease_numbers = count(1)
@@ -140,7 +142,7 @@ class Service:
     def plan_with(self, facts: PoolFacts, config: ControlConfig, journal: Path | None = None) -> ControlPlane:
         """Have a planner, which writes its decisions to the file `journal` too. Its loop is the caller's to
         run. Raises `ConfigError` when the file can't be written."""
-        traffic = Traffic(self.clock, config)
+        traffic = TrafficWindows(self.clock.now(), config)
         legal = tuple(map(str, legal_specs(self.legal_degrees, self.devices)))
         self.client.traffic = traffic
         self.plane = ControlPlane(

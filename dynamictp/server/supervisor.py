@@ -282,6 +282,7 @@ class Supervisor:
             workers=self._pool.incarnations,
             ramp=ramp_settings(config.control),
             leased=self.leased(),
+            long_prompt_tokens=config.control.long_prompt_tokens,
         )
         file = folder / f"engine-{incarnation}.json"
         file.write_bytes(msgspec.json.encode(start))

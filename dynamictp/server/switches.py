@@ -16,7 +16,7 @@ import msgspec
 
 from dynamictp.errors import CapacityError, LayoutRefused, NotFound, SwitchConflict
 from dynamictp.layout import Layout, LayoutSpec, legal_specs, parse_layout, place
-from dynamictp.messages import Body, CancelSwitch, SetLayout, SwitchStatus
+from dynamictp.messages import Body, CancelSwitch, FirstAdmission, SetLayout, SwitchStatus
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,13 @@ _ENDED = ("closed", "noop", "failed", "cancelled", "rolled_back")
 
 @dataclass
 class Times:
-    """Unix times of a switch in seconds, None before it got there."""
+    """When a switch got how far, None before. Unix times in seconds but for the last."""
 
     began: float
     committed: float | None = None
     ended: float | None = None
+    first_admitted_ms: float | None = None
+    """From the engine's receipt of the command to the first request that a new domain admitted."""
 
 
 def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) -> LayoutSpec | Layout:
@@ -69,6 +71,7 @@ def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) ->
 def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, object]:
     """A switch as the admin API shows it."""
     shown = asdict(times) if times is not None else {}
+    first_admitted_ms = shown.pop("first_admitted_ms", None)
     return {
         "id": status.switch_id,
         "from": status.from_layout,
@@ -76,6 +79,7 @@ def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, obje
         "phase": status.phase,
         "outcome": status.outcome,
         "phases_ms": status.phases_ms,
+        "first_admitted_ms": first_admitted_ms,
         "handovers": status.handovers,
         "recomputes": status.recomputes,
         "weight_bytes_copied": status.weight_bytes_copied,
@@ -158,6 +162,12 @@ class SwitchBoard:
         changed.set()
         for listener in self.listeners:
             listener(status)
+
+    def on_first_admission(self, message: FirstAdmission) -> None:
+        """The engine admitted a first request to a new domain of a switch."""
+        times = self._times.get(message.switch_id)
+        if times is not None:
+            times.first_admitted_ms = message.milliseconds
 
     def engine_lost(self) -> None:
         """A crash in any phase ends in the last committed layout: what had not committed has failed, and the

@@ -91,9 +91,11 @@ def _take(stream: Stream, chunk: dict[str, Any]) -> None:
         stream.handovers, stream.recomputes = served["handovers"], served["recomputes"]
 
 
-async def reference_streams(url: str, requests: Sequence[GateRequest], key: str = "") -> list[Stream]:
+async def reference_streams(
+    url: str, requests: Sequence[GateRequest], key: str = "", *, at_once: int = 8
+) -> list[Stream]:
     """Every request on an undisturbed server, a few at a time."""
-    limit = asyncio.Semaphore(8)
+    limit = asyncio.Semaphore(at_once)
     async with client_of(url, key) as client:
 
         async def one(request: GateRequest) -> Stream:
@@ -229,10 +231,16 @@ async def run_gate(
 
 
 async def come_to_rest(url: str, admin_key: str = "") -> None:
-    """Layout `tp1`, then quiet: an open domain has buffers, so only equal layouts have equal memory."""
+    """A new domain `tp1@0`, then quiet.
+
+    An open domain has buffers, whose memory is there as far as its largest step reached: only domains
+    that have not run compare.
+    """
+    await wait_quiet(url, admin_key)
     async with client_of(url, admin_key) as client:
-        response = await client.put("/admin/layout", json={"layout": "tp1@0", "wait": "closed"})
-        response.raise_for_status()
+        for layout in ("tp1@1", "tp1@0"):
+            response = await client.put("/admin/layout", json={"layout": layout, "wait": "closed"})
+            response.raise_for_status()
     await wait_quiet(url, admin_key)
 
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from click.testing import CliRunner
-
-from dynamictp.cli import cli
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,14 +51,3 @@ def test_exit_codes(arguments: tuple[str, ...], code: int, named: str) -> None:
     assert done.returncode == code, done.stderr
     assert named in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_show_says_that_a_server_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"mode": "static", "target": "", "observed": "", "waiting": 0, "domains": [], "devices": []}
-
-    def answer(*_: Any, **__: Any) -> httpx.Response:
-        return httpx.Response(200, json=state)
-
-    monkeypatch.setattr(httpx, "request", answer)
-    shown = CliRunner().invoke(cli, ["layout", "show"])
-    assert (shown.exit_code, shown.output) == (0, "the server is still loading its model\n")

@@ -21,6 +21,7 @@ from dynamictp.messages import (
     CancelRequest,
     EngineReady,
     EngineStart,
+    FirstAdmission,
     Outputs,
     ProveDomain,
     SamplingParams,
@@ -123,6 +124,7 @@ class Simulation:
         self.cluster = FakeCluster(start.devices, FakeArena(pages, PAGE, HEADS), VOCAB)
         self.streams: dict[str, Stream] = {}
         self.statuses: dict[str, SwitchStatus] = {}
+        self.first_admitted_ms: dict[str, float] = {}
         self.ready: EngineReady | None = None
         self.snapshot: Snapshot | None = None
         self.layout = start.layout
@@ -377,6 +379,9 @@ class Simulation:
                     self.layout = body.to_layout
                 if body.outcome in TERMINAL:
                     self.outcomes.append(body.outcome)
+            case FirstAdmission():
+                assert body.switch_id not in self.first_admitted_ms
+                self.first_admitted_ms[body.switch_id] = body.milliseconds
             case EngineReady():
                 assert self.ready is None
                 self.ready = body

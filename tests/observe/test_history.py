@@ -180,4 +180,4 @@ async def test_top_prints_a_screen_of_a_server() -> None:
         assert "tp1" in result.output
         assert "between tokens" in result.output
         refused = await asyncio.to_thread(CliRunner().invoke, cli, ["top", f"{url}/nowhere", "--once"])
-        assert "no history" in str(refused.exception)
+        assert "is no DynamicTP server: it has no /nowhere/admin/history" in str(refused.exception)

@@ -69,7 +69,8 @@ async def test_a_bug_is_a_500_without_its_text(stack: Stack, monkeypatch: pytest
 
 
 async def test_version_health_ready(stack: Stack) -> None:
-    assert (await stack.http.get("/version")).json() == {"version": dynamictp.__version__}
+    told = (await stack.http.get("/version")).json()
+    assert told == {"version": dynamictp.__version__, "server": "dynamictp"}
     assert (await stack.http.get("/health")).status_code == 200
     ready = await stack.http.get("/ready")
     assert (ready.status_code, ready.json()["layout"]) == (200, "tp1")

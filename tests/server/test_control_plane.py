@@ -23,7 +23,6 @@ from dynamictp.layout import LayoutSpec, place
 from dynamictp.messages import RampSettings, SetLayout, SwitchStatus
 from dynamictp.server import control_plane
 from dynamictp.server.control_plane import ControlPlane
-from dynamictp.server.traffic import Traffic
 from tests.server.server_stack import Stack, facts, running_stack
 
 CONFIG = ControlConfig(slo=SloTable(ttft_p99_s=2.0), ramp_observe_s=0.25)
@@ -120,6 +119,24 @@ async def test_forced_growth_skips_the_ramp(says: Say) -> None:
         await plane.tick()
         await until(lambda: commands(stack))
         assert (commands(stack)[0].forced, commands(stack)[0].ramp) == (True, False)
+
+
+async def test_a_switch_that_becomes_urgent_is_commanded_again_as_forced(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        stack.engine.hold_switches = True
+        await plane.tick()
+        await until(lambda: commands(stack))
+        says(None, forced=True)
+        await plane.tick()
+        await until(lambda: len(commands(stack)) == 2)
+        first, second = commands(stack)
+        assert (first.switch_id, first.forced) == (second.switch_id, False)
+        assert (second.layout, second.forced) == ("tp2", True)
+        await plane.tick()
+        stack.engine.release_switches()
+        await until(lambda: stack.service.observed == "tp2")
+        assert len(commands(stack)) == 2
 
 
 async def test_dry_run_decides_and_does_nothing(says: Say) -> None:
@@ -328,33 +345,3 @@ async def test_without_a_planner_there_is_nothing_to_ask(stack: Stack) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_planner")
     async with planned() as (other, _):
         assert (await other.http.get("/admin/decisions?last=x")).status_code == 400
-
-
-def test_latencies_from_before_a_commit_do_not_count() -> None:
-    clock = ManualClock(100.0)
-    traffic = Traffic(clock, ControlConfig())
-    traffic.first_token(10, 1.0)
-    traffic.finished(11, 101.0, 102.0)
-    assert (traffic.ttft().p50, traffic.tpot(()).p50) == (0.5, 1.0)
-    clock.advance(5.0)
-    traffic.committed()
-    assert (traffic.ttft().count, traffic.tpot(()).count) == (0, 0)
-    traffic.finished(11, 104.0, 106.0)  # began under the old layout
-    traffic.finished(11, 105.0, 106.0)
-    running = [(40, 105.5, 107.4), (20, 105.5, 109.0), (40, 101.0, 110.0)]
-    assert traffic.tpot(running).count == 2
-    clock.advance(61.0)
-    assert traffic.tpot(()).count == 0
-
-
-def test_arrivals_are_counted_in_two_windows() -> None:
-    clock = ManualClock(0.0)
-    traffic = Traffic(clock, ControlConfig())
-    clock.advance(1.0)
-    traffic.arrived(10)
-    assert traffic.arrivals(10.0).window_s == 1.0
-    clock.advance(8.0)
-    traffic.arrived(30)
-    assert (traffic.arrivals(2.0).requests, traffic.arrivals(10.0).prompt_tokens_mean) == (1, 20.0)
-    clock.advance(30.0)
-    assert traffic.arrivals(10.0).requests == 0

@@ -84,7 +84,8 @@ async def run_soak(seed: int, minutes: float, progress: Progress = lambda text: 
     with _server() as server:
         requests = make_requests(seed, 24, 49_152, longest_prompt=300, longest_output=100)
         keys = [line.split()[0] for line in KEYS.splitlines()]
-        references = await reference_streams(server.url, requests, keys[0])
+        # Two at once: this server turns away what would wait long, on a slow machine too.
+        references = await reference_streams(server.url, requests, keys[0], at_once=2)
         scene = Scene(
             server.url,
             keys,
