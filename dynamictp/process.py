@@ -1,4 +1,4 @@
-"""What every child process does first: die with its parent, and leave Ctrl-C to the supervisor."""
+"""What processes do and ask of the system: die with the parent, leave Ctrl-C to it, wait for a core."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import signal
+from pathlib import Path
 
 PARENT_ENV = "DYNAMICTP_PARENT"
 """Id of the process that started this one. Without it a parent that died early can't be told from the
@@ -28,6 +29,19 @@ def die_with_parent() -> None:
 def ignore_interrupt() -> None:
     """Ctrl-C reaches the whole process group; only the supervisor acts on it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def core_wait_s(pid: int) -> float:
+    """Seconds that the threads of a process were ready to run and had no core, together, since they began.
+
+    0.0 for a process that is gone, and where the kernel does not count it. Source: the second figure of
+    `/proc/PID/task/TID/schedstat`, in ns.
+    """
+    waited_ns = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            waited_ns += int(thread.read_text(encoding="ascii").split()[1])
+    return waited_ns * 1e-9
 
 
 def release_unused_memory() -> None:

@@ -21,8 +21,6 @@ std::size_t padded_stride(std::size_t elements) noexcept { return elements + 32;
 
 std::size_t round_up(std::size_t value, std::size_t unit) noexcept { return (value + unit - 1) / unit * unit; }
 
-Memory allocate(std::size_t bytes) { return Memory(new (std::align_val_t{64}) std::byte[std::max<std::size_t>(bytes, 64)]); }
-
 Range part_of(const Range& range, std::size_t index, std::size_t parts) noexcept {
     const auto cut = [&](std::size_t i) { return range.start + (i * range.size() + parts - 1) / parts; };
     return {cut(index), cut(index + 1)};

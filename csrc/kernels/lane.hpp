@@ -3,12 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <new>
 #include <utility>
 #include <vector>
 
 #include "kernels/kernels.hpp"
+#include "kernels/memory.hpp"
 #include "kernels/partition.hpp"
 
 namespace dynamictp::kernels {
@@ -105,11 +104,6 @@ struct Batch {
     const std::int64_t* tokens;
     std::size_t count;
 };
-
-struct FreeAligned {
-    void operator()(std::byte* memory) const noexcept { ::operator delete[](memory, std::align_val_t{64}); }
-};
-using Memory = std::unique_ptr<std::byte[], FreeAligned>;
 
 // What the threads of a rank share. Written between steps only.
 struct Common {

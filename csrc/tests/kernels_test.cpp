@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/kernels.hpp"
+#include "kernels/memory.hpp"
 #include "kernels/partition.hpp"
 #include "kernels/step.hpp"
 #include "kernels/team.hpp"
@@ -121,8 +122,7 @@ void test_attention(Level level, DType dtype) {
     const std::size_t row_bytes = head_dim * element_bytes(dtype);
     for (std::size_t length = 1; length <= blocks * page_tokens; ++length) {
         std::vector<std::byte> together(max_attention_rows * row_bytes), alone(row_bytes);
-        const std::unique_ptr<std::byte[], FreeAligned> scratch(
-            new (std::align_val_t{64}) std::byte[attention_scratch(length)]);
+        const Memory scratch = allocate(attention_scratch(length));
         AttentionTile tile{};
         tile.pages = pages.data() + 1;
         tile.page_step = heads;
@@ -195,8 +195,8 @@ private:
 };
 
 template <typename T>
-std::unique_ptr<std::byte[], FreeAligned> zeros(std::size_t count) {
-    std::unique_ptr<std::byte[], FreeAligned> memory(new (std::align_val_t{64}) std::byte[count * sizeof(T)]);
+Memory zeros(std::size_t count) {
+    Memory memory = allocate(count * sizeof(T));
     std::memset(memory.get(), 0, count * sizeof(T));
     return memory;
 }

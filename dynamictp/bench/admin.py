@@ -18,7 +18,12 @@ _TIMEOUT_S = 75.0
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """One change of layout. `started_s` to `ended_s` (this client's clock) spans prepare to close."""
+    """One change of layout. `started_s` to `ended_s` (this client's clock) spans prepare to close.
+
+    `committed_ms`: from the server's decision to its news that the commit was done. `first_admitted_ms`:
+    from the engine's receipt of the command to the first request that a new domain admitted; None while
+    there was none, see `Admin.first_admitted_ms`.
+    """
 
     before: str
     after: str
@@ -29,6 +34,9 @@ class Switch:
     weight_bytes_copied: int
     started_s: float
     ended_s: float
+    id: str = ""
+    committed_ms: float | None = None
+    first_admitted_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,16 @@ class Admin:
             weight_bytes_copied=int(switch.get("weight_bytes_copied", 0)),
             started_s=started_s,
             ended_s=ended_s,
+            id=str(switch.get("id", "")),
+            committed_ms=_committed_ms(switch),
+            first_admitted_ms=switch.get("first_admitted_ms"),
         )
+
+    async def first_admitted_ms(self, switch_id: str) -> float | None:
+        """As known by now: it takes an arrival, often after the switch is closed."""
+        shown = (await self._call("GET", f"/admin/switches/{switch_id}"))["switch"]
+        waited_ms: float | None = shown.get("first_admitted_ms")
+        return waited_ms
 
     async def release_layout(self) -> None:
         """Gives the layout back to the planner of a dynamic server."""
@@ -116,3 +133,8 @@ class Admin:
         except ValueError as error:
             raise FatalError(f"{method} {path}: the answer is not JSON: {response.text[:100]!r}") from error
         return decoded
+
+
+def _committed_ms(switch: Mapping[str, Any]) -> float | None:
+    began_s, committed_s = switch.get("began_at"), switch.get("committed_at")
+    return None if began_s is None or committed_s is None else (committed_s - began_s) * 1e3

@@ -2,6 +2,7 @@
 
 Starts its own servers of the embedded model. With --compare the decode and prefill loads are played on
 another OpenAI-compatible server too, turn by turn (its key is taken from the variable OPENAI_API_KEY).
+`--only switches` is a study by itself, of half an hour: many switches under load, and a page about them.
 Exit code 0 when every request was served, every switch kept the gap criterion, the load client its accuracy
 and metrics their share of the throughput; 1 otherwise, 130 when interrupted.
 """
@@ -32,9 +33,12 @@ from dynamictp.bench.metrics_cost import measure_metrics_cost
 from dynamictp.bench.roofline import served_bytes
 from dynamictp.bench.server import ServerProcess, interrupts_deferred, serve_command
 from dynamictp.bench.stats import Quantiles, quantiles
+from dynamictp.bench.switches.run import Job, job_of, run
 from dynamictp.errors import ConfigError, FatalError, ModelRefused
 
 PARTS = ("kernels", "client", "start", "decode", "prefill", "switch", "metrics")
+STUDY = "switches"
+"""Measured only by itself, into a page of its own."""
 _WITHOUT_SERVER = {"kernels", "client", "start", "metrics"}
 _MODEL = "demo"
 
@@ -70,6 +74,7 @@ class Options:
     compare_url: str | None = None
     compare_model: str | None = None
     markdown_path: Path | None = None
+    study: Job | None = None
 
 
 def with_server(options: Options, console: Console, use: Callable[[ServerProcess, str], None]) -> None:
@@ -169,7 +174,12 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="fewer rounds and switches")
     parser.add_argument(
-        "--only", default=",".join(PARTS), help=f"comma-separated parts of {', '.join(PARTS)}"
+        "--only", default=",".join(PARTS), help=f"comma-separated parts of {', '.join(PARTS)}; or {STUDY}"
+    )
+    parser.add_argument("--switches", type=int, metavar="N", help=f"of --only {STUDY}: 200; 12 with --quick")
+    parser.add_argument("--rate", type=float, default=0.0, help="its requests/s; from what tp1 carries")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write its page, and the plot to img/ there"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--compare", metavar="URL", help="another server to play decode and prefill on")
@@ -183,8 +193,12 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     parser.add_argument("serve_flags", nargs="*", help="after --: further flags of the server")
     arguments = parser.parse_args(argv)
     parts = tuple(arguments.only.split(","))
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"--only knows {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
+    study = _study(parser, arguments) if parts == (STUDY,) else None
+    if study is None and (arguments.switches is not None or arguments.rate or arguments.page):
+        parser.error(f"--switches, --rate and --page belong to --only {STUDY}")
+    unknown = set(parts) - set(PARTS)
+    if study is None and unknown:
+        parser.error(f"--only knows {', '.join(PARTS)}, or {STUDY} alone; got {', '.join(sorted(unknown))}")
     return Options(
         plan=QUICK if arguments.quick else FULL,
         parts=parts,
@@ -193,7 +207,22 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         compare_url=arguments.compare,
         compare_model=arguments.compare_model,
         markdown_path=arguments.markdown,
+        study=study,
     )
+
+
+def _study(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Job:
+    try:
+        return job_of(
+            arguments.switches,
+            arguments.rate,
+            quick=arguments.quick,
+            page=arguments.page,
+            json=arguments.json,
+            serve_flags=arguments.serve_flags,
+        )
+    except (ConfigError, ValueError) as error:
+        parser.error(str(error))
 
 
 def print_markdown(path: Path) -> int:
@@ -213,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
+        if options.study is not None:
+            return 0 if run(options.study, console) else 1
         figures = measure(options, console)
     except KeyboardInterrupt:
         console.print("interrupted")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +17,7 @@ from dynamictp.bench.admin import Admin, Switch
 from dynamictp.bench.client import Client
 from dynamictp.bench.live import Counters
 from dynamictp.bench.machine import describe_machine
-from dynamictp.bench.player import run_closed, run_schedule
+from dynamictp.bench.player import quiet_collector, run_closed, run_schedule
 from dynamictp.bench.probe import http_client, probe, scrape
 from dynamictp.bench.record import ClientFacts, Run, ServerFacts, relative
 from dynamictp.bench.result import Result
@@ -177,7 +175,7 @@ class _Play:
         watcher = LayoutWatcher(url, key, clock)
         async with http_client(url, key) as http, Admin(url, clock=clock, key=key) as admin:
             before = await scrape(http)
-            with _quiet_collector():
+            with quiet_collector():
                 origin_s = clock.now() + _HEAD_START_S
                 client = self._client(cut_s=origin_s + self._load_s + self._options.drain_s)
                 self._counters.start(client, len(self._prepared.schedule), origin_s, self._load_s)
@@ -259,14 +257,3 @@ class _Play:
 
 def _shifted(switch: Switch, origin_s: float) -> Switch:
     return replace(switch, started_s=switch.started_s - origin_s, ended_s=switch.ended_s - origin_s)
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """No pass over the schedule's objects in mid-run: a full collection stops the client for tens of ms."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -65,6 +65,25 @@ class GapVerdict:
         return self.longest_s <= self.limit_s
 
 
+@dataclass(frozen=True, slots=True)
+class StreamVerdict:
+    """H1 for one running stream over one span of time. `stream` is its request's name."""
+
+    stream: str
+    longest_s: float
+    limit_s: float
+    median_s: float
+
+    @property
+    def held(self) -> bool:
+        return self.longest_s <= self.limit_s
+
+    @property
+    def share(self) -> float:
+        """Of its limit."""
+        return self.longest_s / self.limit_s
+
+
 def quantiles(samples: Iterable[float | None]) -> Quantiles | None:
     """Percentiles of the samples that are there; None when there is none."""
     values = np.array([sample for sample in samples if sample is not None], dtype=np.float64)
@@ -122,18 +141,21 @@ def longest_gap(results: Iterable[Result]) -> float | None:
 
 def gap_within(result: Result, start_s: float, end_s: float) -> float | None:
     """The stream's longest gap that touches [start_s, end_s]; None when it had no gap there."""
-    gaps = (b - a for a, b in pairwise(result.chunk_s) if b >= start_s and a <= end_s)
-    return max(gaps, default=None)
+    return max(gaps_within(result, start_s, end_s), default=None)
 
 
-def judge_gaps(
+def gaps_within(result: Result, start_s: float, end_s: float) -> tuple[float, ...]:
+    """The stream's gaps that touch [start_s, end_s], whole."""
+    return tuple(b - a for a, b in pairwise(result.chunk_s) if b >= start_s and a <= end_s)
+
+
+def judge_streams(
     results: Iterable[Result], start_s: float, end_s: float, baseline_s: float
-) -> GapVerdict | None:
-    """H1 over [start_s, end_s], prepare to close.
+) -> tuple[StreamVerdict, ...]:
+    """H1 over [start_s, end_s], prepare to close, for each stream that was running then.
 
-    Each running stream may stand still for max(5 × its own median gap, 150 ms, 1.5 × `baseline_s`),
-    where `baseline_s` is the longest gap of the same schedule played without a switch. Returns the
-    stream with the largest gap relative to its limit; None when no stream was running.
+    It may stand still for max(5 × its own median gap, 150 ms, 1.5 × `baseline_s`), where `baseline_s` is
+    the longest gap of the same schedule played without a switch.
     """
     verdicts = []
     for result in results:
@@ -142,8 +164,16 @@ def judge_gaps(
             continue
         median_s = float(np.median(result.chunk_gaps_s))
         limit_s = max(GAP_MEDIANS * median_s, GAP_FLOOR_S, GAP_BASELINE * baseline_s)
-        verdicts.append((longest_s, limit_s, median_s))
+        verdicts.append(StreamVerdict(result.request.name, longest_s, limit_s, median_s))
+    return tuple(verdicts)
+
+
+def judge_gaps(
+    results: Iterable[Result], start_s: float, end_s: float, baseline_s: float
+) -> GapVerdict | None:
+    """`judge_streams`, of which the stream with the largest gap relative to its limit; None when none ran."""
+    verdicts = judge_streams(results, start_s, end_s, baseline_s)
     if not verdicts:
         return None
-    worst = max(verdicts, key=lambda verdict: verdict[0] / verdict[1])
-    return GapVerdict(*worst, streams=len(verdicts))
+    worst = max(verdicts, key=lambda verdict: verdict.share)
+    return GapVerdict(worst.longest_s, worst.limit_s, worst.median_s, streams=len(verdicts))

@@ -41,15 +41,17 @@ def show(url: str, key: str | None) -> None:
     )
     for bar in state.get("barred", ()):
         console.print(f"{bar['layout']} is barred for {bar['for_s']:.0f} s", highlight=False)
+    several = "models" in state
     domains = Table("domain", "shape", "devices", "state", "running", "KV pages", box=None)
     for domain in state["domains"]:
         devices = ",".join(map(str, domain["devices"]))
         pages = f"{domain['kv_pages_used']} / {domain['kv_pages_cap']}"
-        domains.add_row(
-            domain["id"], f"tp{domain['tp']}", devices, domain["state"], str(domain["running"]), pages
-        )
+        shape = f"{domain['model']}:tp{domain['tp']}" if several else f"tp{domain['tp']}"
+        domains.add_row(domain["id"], shape, devices, domain["state"], str(domain["running"]), pages)
     console.print(domains)
     table = Table("device", "state", "cores", "pid", "domain or lease", box=None)
+    if several:
+        table.add_column("model")
     for device in state["devices"]:
         cores = ",".join(map(str, device.get("cores") or ()))
         table.add_row(
@@ -58,6 +60,7 @@ def show(url: str, key: str | None) -> None:
             cores,
             str(device.get("pid") or ""),
             str(device.get("domain") or device.get("lease") or "free"),
+            *((device["model"] or "",) if several else ()),
         )
     console.print(table)
 
@@ -79,7 +82,12 @@ def set_layout(
     body: dict[str, Any] = {"layout": text, "wait": wait, "ramp": ramp}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
-    switch = _call("PUT", url, key, body)["switch"]
+    answer = _call("PUT", url, key, body)
+    for switch in answer.get("switches") or (answer["switch"],):
+        _print_switch(switch)
+
+
+def _print_switch(switch: dict[str, Any]) -> None:
     phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in switch.get("phases_ms", {}).items())
     click.echo(f"{switch['from']} -> {switch['to']}: {switch.get('outcome') or 'started'}")
     if phases:

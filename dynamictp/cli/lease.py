@@ -76,7 +76,7 @@ def lease(url: str, key: str | None, wait: float, command: tuple[str, ...], **gi
         granted = _ask(http, asked, url, wait)
         if granted is None:
             sys.exit(NONE_FREE)
-        holder = _Holder(http, granted, given["grace"])
+        holder = Holder(http, granted, given["grace"])
         try:
             code = holder.run(command)
         finally:
@@ -100,7 +100,7 @@ def _ask(http: httpx.Client, asked: dict[str, Any], url: str, wait_s: float) -> 
     return dict(response.json())
 
 
-class _Holder:
+class Holder:
     """Owner of a lease and of the command that runs on it."""
 
     def __init__(

@@ -7,7 +7,7 @@ steps, so that the tables made with it last. A degree that was never tried inher
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from statistics import median
 
 import msgspec
@@ -38,6 +38,8 @@ class Track(msgspec.Struct, frozen=True):
     steps: int | None = None
     """Ratio in force as a power of e^0.05; None before there are enough samples."""
     pegged: bool = False
+    """The median of a full window is beyond the clamp. Fewer samples come from a second or two, in which a
+    busy machine may do anything."""
 
     @property
     def ratio(self) -> float:
@@ -53,10 +55,10 @@ class Online(msgspec.Struct, frozen=True):
     def ratios(self) -> Ratios:
         return tuple((track.tp, track.phase, track.ratio) for track in self.tracks if track.steps is not None)
 
-    @property
-    def pegged(self) -> bool:
-        """A correction is at its clamp: the device or the model is described wrongly."""
-        return any(track.pegged for track in self.tracks)
+    def pegged(self, degrees: Container[int]) -> bool:
+        """A correction of one of these degrees is at its clamp: the device or the model is described wrongly.
+        Of degrees that do not run there is no news."""
+        return any(track.pegged for track in self.tracks if track.tp in degrees)
 
 
 def learn(
@@ -98,7 +100,7 @@ def _updated(track: Track, logs: Sequence[float], limit: float) -> Track:
     steps = track.steps
     if steps is None or abs(clamped - steps * _STEP) > 2 * _STEP:
         steps = round(clamped / _STEP)
-    return Track(track.tp, track.phase, recent, steps, pegged=clamped != middle)
+    return Track(track.tp, track.phase, recent, steps, pegged=len(recent) == _KEPT and clamped != middle)
 
 
 def corrected(base: Calibration | None, ratios: Ratios, most_tokens: int) -> Calibration | None:

@@ -120,18 +120,21 @@ def predicted_growth(s: Scene) -> Wish | None:
     if best.layout == layout or gain < s.config.feedback_min_gain:
         return Wish(layout, _why_not(s), gain=gain)
     if best.devices == s.observed.devices:
-        return Wish(best.layout, Reason.SIDEWAYS, forced, gain)
+        return Wish(best.layout, Reason.SIDEWAYS, gain=gain)
     return Wish(best.layout, Reason.REVIVE if revived else Reason.GROW_PREDICTED, forced, gain)
 
 
-def misses(s: Scene) -> bool:
-    """A measured latency is above its threshold."""
-    limit = s.config.feedback_threshold
+def misses(s: Scene, limit: float | None = None) -> bool:
+    """A measured latency is above `limit` times its target; None: the threshold of feedback."""
+    limit = s.config.feedback_threshold if limit is None else limit
     return max(ttft_ratio(s.snapshot, s.config), tpot_ratio(s.snapshot, s.config)) > limit
 
 
 def feedback_growth(s: Scene) -> Wish | None:
-    """A measured latency is above its threshold: the fewest devices that are predicted to mend it."""
+    """A measured latency is above its threshold: the fewest devices that are predicted to mend it.
+
+    More devices come first: they are there at once, another shape only when its gain has lasted.
+    """
     ttft, tpot = ttft_ratio(s.snapshot, s.config), tpot_ratio(s.snapshot, s.config)
     limit = s.config.feedback_threshold
     if ttft <= limit and tpot <= limit:
@@ -150,15 +153,16 @@ def feedback_growth(s: Scene) -> Wish | None:
             options.append((entry, min(gains), mends))
     if not options:
         return Wish(s.snapshot.layout, _why_not(s, Reason.SLO_INFEASIBLE))
+    options = [option for option in options if option[0].devices > s.observed.devices] or options
     mending = [option for option in options if option[2]]
     if mending:
         entry, gain, _ = min(mending, key=lambda option: (option[0].devices, -option[1]))
     else:
         entry, gain, _ = max(options, key=lambda option: (round(option[1], 2), -option[0].devices))
-    reason = Reason.GROW_FEEDBACK if entry.devices > s.observed.devices else Reason.SIDEWAYS
-    if reason is Reason.GROW_FEEDBACK and _can_revive(s.snapshot, entry):
-        reason = Reason.REVIVE
-    return Wish(entry.layout, reason, forced=True, gain=gain)
+    if entry.devices == s.observed.devices:
+        return Wish(entry.layout, Reason.SIDEWAYS, gain=gain)
+    revives = _can_revive(s.snapshot, entry)
+    return Wish(entry.layout, Reason.REVIVE if revives else Reason.GROW_FEEDBACK, forced=True, gain=gain)
 
 
 def shrink_allowed(s: Scene) -> bool:
@@ -217,12 +221,10 @@ def better_shape(s: Scene) -> Wish | None:
 
 
 def ttft_ratio(snapshot: PoolSnapshot, config: ControlConfig) -> float:
-    """TTFT ÷ target: the measured quantile, or what those without a first token have waited already since
-    the last commit. While a switch is under way or domains drain only the latter counts: old and new share
-    devices, and that will end."""
-    waiting, worst = snapshot.waiting, snapshot.waiting.worst_ttft_ratio
-    if snapshot.last_commit_s is not None and waiting.oldest_s > 0:
-        worst *= min(1.0, (snapshot.time_s - snapshot.last_commit_s) / waiting.oldest_s)
+    """TTFT ÷ target: the measured quantile, or what those without a first token have waited already. While a
+    switch is under way or domains drain only the latter counts: old and new share devices, and that will
+    end."""
+    worst = snapshot.waiting.worst_ttft_ratio
     return worst if _unsettled(snapshot) else max(_quantile(snapshot.ttft, config), worst)
 
 

@@ -199,7 +199,13 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # Router (C6)
     long_prompt_tokens: Annotated[
         int,
-        Meta(ge=1, le=10_000_000, description="Prompts from this length on go to the widest domain."),
+        Meta(
+            ge=1,
+            le=10_000_000,
+            description="Prompts from this length on lean to the widest domain, those up to a quarter of "
+            "it to a narrow one.",
+            extra=FIXED,
+        ),
     ] = 1024
     # Ramp (C7, design 9)
     ramp_observe_s: Annotated[float, Meta(ge=0, le=600, description="Time at each step of a ramp.")] = 2.0

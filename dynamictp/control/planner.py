@@ -89,26 +89,35 @@ def _observe(
 
 
 def _wish(s: Scene, state: PlannerState, cost: CostBook) -> tuple[Wish, PlannerState]:
-    """The first of: must leave, grow, shrink, another shape. Sustained ones only once they were."""
+    """The first of: must leave, grow, shrink, another shape. Sustained ones only once they were.
+
+    A move sideways is no growth: whatever asks for it, it has to be sustained.
+    """
     held: Wish | None = None
+    sideways: Wish | None = None
     state = msgspec.structs.replace(state, missed=state.missed + 1 if choice.misses(s) else 0)
     for look in (choice.must_leave, choice.only_wider, choice.feedback_growth, choice.predicted_growth):
         if look is choice.feedback_growth and 0 < state.missed < _MISSES:
             held = held or Wish(s.snapshot.layout, Reason.SUSTAIN)
             continue
         wish = look(s)
+        if wish is not None and wish.reason is Reason.SIDEWAYS:
+            sideways = sideways or wish
+            continue
         if wish is not None and wish.reason not in _HOLDS:
             return wish, msgspec.structs.replace(state, shrink=None, sideways=None)
         held = held or wish
-    for sustained in (_sustained_shrink, _sustained_shape):
-        wish, state = sustained(s, state, cost)
-        if wish is not None and wish.reason not in _HOLDS:
-            return wish, state
+    wish, state = _sustained_shrink(s, state)
+    if wish is None or wish.reason in _HOLDS:
         held = held or wish
+        wish, state = _sustained_shape(s, sideways, state, cost)
+    if wish is not None and wish.reason not in _HOLDS:
+        return wish, state
+    held = held or wish
     return held or Wish(s.snapshot.layout, Reason.HOLD), state
 
 
-def _sustained_shrink(s: Scene, state: PlannerState, cost: CostBook) -> tuple[Wish | None, PlannerState]:
+def _sustained_shrink(s: Scene, state: PlannerState) -> tuple[Wish | None, PlannerState]:
     if not choice.shrink_allowed(s):
         if state.shrink is not None:
             state = msgspec.structs.replace(state, shrink=None)
@@ -118,7 +127,6 @@ def _sustained_shrink(s: Scene, state: PlannerState, cost: CostBook) -> tuple[Wi
     peak = max(s.demand.growth, 0.0 if before is None else before.peak)
     held = Sustained(since, 1 if before is None else before.decisions + 1, peak=peak)
     state = msgspec.structs.replace(state, shrink=held)
-    del cost  # the price of giving devices back is the sustained condition
     needed_s = s.config.shrink_after_s * 2**state.shrink_backoff
     due = held.decisions >= s.config.consecutive and now - since >= needed_s
     target = choice.smaller(s, peak) if due else None
@@ -127,9 +135,13 @@ def _sustained_shrink(s: Scene, state: PlannerState, cost: CostBook) -> tuple[Wi
     return Wish(target.layout, Reason.SHRINK), state
 
 
-def _sustained_shape(s: Scene, state: PlannerState, cost: CostBook) -> tuple[Wish | None, PlannerState]:
-    wish = choice.better_shape(s) if s.demand.growth > 0 or s.config.objective != "efficiency" else None
-    if wish is None or not _pays(s, wish, cost):
+def _sustained_shape(
+    s: Scene, wish: Wish | None, state: PlannerState, cost: CostBook
+) -> tuple[Wish | None, PlannerState]:
+    """`wish`: a shape that would mend what growth can't; else the one with the best score is looked for."""
+    if wish is None and (s.demand.growth > 0 or s.config.objective != "efficiency"):
+        wish = choice.better_shape(s)
+    if wish is None or wish.gain < s.config.sideways_gain or not _pays(s, wish, cost):
         if state.sideways is not None:
             state = msgspec.structs.replace(state, sideways=None)
         return None, state
@@ -231,9 +243,9 @@ def _switched(s: Scene, wish: Wish, target: str, state: PlannerState) -> Planner
 def _decision(s: Scene, wish: Wish, verdict: _Verdict, state: PlannerState) -> Decision:
     snapshot, config = s.snapshot, s.config
     alarms = []
-    if wish.reason is Reason.SLO_INFEASIBLE or not s.table.holds_slo:
+    if (wish.reason is Reason.SLO_INFEASIBLE and choice.misses(s, 1.0)) or not s.table.holds_slo:
         alarms.append(Alarm.SLO_INFEASIBLE)
-    if state.online.pegged:
+    if state.online.pegged(s.observed.shapes):
         alarms.append(Alarm.CALIBRATION_PEGGED)
     if verdict.reason is Reason.BUDGET:
         alarms.append(Alarm.FLAPPING)

@@ -102,18 +102,24 @@ class ResourcePool:
     @property
     def free(self) -> tuple[int, ...]:
         """Devices that may be leased now."""
-        return tuple(sorted(self._devices - self._used - self.leased - self._reserved.keys()))
+        return tuple(sorted(self._devices - self._used - self.leased - self.reserved))
+
+    @property
+    def reserved(self) -> frozenset[int]:
+        """Devices that are kept for a growth now."""
+        now = self._clock.now()
+        return frozenset(device for device, until in self._reserved.items() if now < until)
 
     def states(self, asleep: Collection[int] = ()) -> dict[int, DeviceState]:
         """By device. `asleep`: devices without a worker, because they were released."""
-        leased = self.leased
+        leased, reserved = self.leased, self.reserved
         states = {}
         for device in self.devices:
             if device in leased:
                 states[device] = DeviceState.LEASED
             elif device in self._used:
                 states[device] = DeviceState.SERVING
-            elif device in self._reserved:
+            elif device in reserved:
                 states[device] = DeviceState.RESERVED
             else:
                 states[device] = DeviceState.RELEASED if device in asleep else DeviceState.STANDBY
@@ -153,14 +159,13 @@ class ResourcePool:
             self._reserved.pop(device, None)
 
     def tick(self) -> list[Lease]:
-        """End leases that were not renewed, or not returned in time, and reservations whose time is up."""
+        """End leases that were not renewed, or not returned in time."""
         now = self._clock.now()
         ended = [
             lease
             for lease in self._leases.values()
             if now >= lease.expires_s or (lease.deadline_s is not None and now >= lease.deadline_s)
         ]
-        self._reserved = {device: until for device, until in self._reserved.items() if now < until}
         for lease in ended:
             self._end(lease)
         return ended
@@ -173,7 +178,7 @@ class ResourcePool:
         free = self.free
         if count > len(free):
             names = ", ".join(map(str, free)) or "none"
-            kept = ", ".join(map(str, sorted(self._reserved)))
+            kept = ", ".join(map(str, sorted(self.reserved)))
             kept = f"; reserved for a growth of the layout, for seconds: {kept}" if kept else ""
             raise LeaseConflict(f"{count} devices are asked for, free are {names}{kept}", free=free)
         lease = Lease(

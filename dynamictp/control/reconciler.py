@@ -7,12 +7,14 @@ between: a lost command, an engine that restarted or a switch by hand need no ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import msgspec
 
 from dynamictp.clock import Clock
 from dynamictp.control.config import ControlConfig
-from dynamictp.control.values import Bar, Decision
+from dynamictp.control.values import Bar, Decision, Reason
 from dynamictp.layout import Layout, parse_layout
 from dynamictp.messages import CancelSwitch, RampSettings, SetLayout, SwitchStatus
 
@@ -21,6 +23,8 @@ AGAIN_S = 2.0
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 60.0
 MOST_DOUBLINGS = 10
+PROBE_ONLY = RampSettings(shares=(1.0,), observe_s=0.0, settle_s=0.0)
+"""All new requests to the new side as soon as the shadow probe has passed."""
 FORGIVEN = 4.0
 """A bar counts as the first one again when the one before has been over for so many times its length."""
 
@@ -105,6 +109,13 @@ class Reconciler:
         """From now on lead there; None: stay, and leave a switch that is under way alone."""
         self.target = target
 
+    def follow(self, decision: Decision, config: ControlConfig) -> None:
+        """Take a decision of the planner up: another target, or haste on the way to the present one."""
+        if decision.target is not None:
+            self.want(target_of(decision, config))
+        elif decision.forced and self.target is not None:
+            self.target = replace(self.target, forced=True)
+
     # ------------------------------------------------------------ events
 
     def on_status(self, status: SwitchStatus) -> None:
@@ -140,7 +151,7 @@ class Reconciler:
             return
         wanted = spec_of(target.layout)
         if order is not None:
-            self._follow(order, wanted)
+            self._follow(order, wanted, forced=target.forced)
             return
         if observed.in_flight is not None or reached(target.layout, observed.layout):
             return
@@ -174,11 +185,17 @@ class Reconciler:
         silent = order.cancelled_s is not None and self.clock.now() - order.cancelled_s >= AGAIN_S
         return order.heard or silent
 
-    def _follow(self, order: _Order, wanted: str) -> None:
-        """A switch of its own is under way."""
+    def _follow(self, order: _Order, wanted: str, *, forced: bool) -> None:
+        """A switch of its own is under way. One that has become urgent is commanded again, under its id."""
         if spec_of(order.command.layout) != wanted or order.cancelled_s is not None:
             self.cancel()
-        elif not order.heard and (order.sent_s is None or self.clock.now() - order.sent_s >= AGAIN_S):
+            return
+        if forced and not order.command.forced:
+            order.command = msgspec.structs.replace(order.command, forced=True)
+            order.sent_s, order.heard = None, False
+        if order.heard:
+            return
+        if order.sent_s is None or self.clock.now() - order.sent_s >= AGAIN_S:
             self._send(order)
 
     def _send(self, order: _Order) -> None:
@@ -225,14 +242,19 @@ def reached(target: str, observed: str) -> bool:
 
 
 def target_of(decision: Decision, config: ControlConfig) -> Target:
-    """Where a decision leads, and how."""
+    """Where a decision leads, and how.
+
+    A shrink comes when traffic is low: a ramp would end before its latency gate has samples, and hold the
+    devices meanwhile. New domains of one are tried by the shadow probe alone.
+    """
     assert decision.target is not None
+    shrinks = decision.reason is Reason.SHRINK
     return Target(
         decision.target,
         decision.reason.value,
         forced=decision.forced,
         ramp=not decision.forced,
-        settings=ramp_settings(config),
+        settings=PROBE_ONLY if shrinks else ramp_settings(config),
         drain_deadline_s=config.drain_deadline_s,
     )
 

@@ -2,19 +2,20 @@
 
 The score is the predicted completion: prompts queued on the domain and the request's own, then its output at
 the step time of one more row. Length and priority are terms of it: long or important requests lean to wide
-domains, short or unimportant ones leave these free. During a ramp the side comes first, by a hash of the
-request id, so that a request's side never changes while the new side's share grows.
+domains, short or unimportant ones leave these free. During a ramp the side comes first (`RampSides`), by a
+hash of the request id, so that a request's side never changes while the new side's share grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 from zlib import crc32
 
 Side = Literal["old", "new"]
+D = TypeVar("D")
 
 _LEAN = 0.5
 """How much longer a completion on the domain that the request leans to may take, at most."""
@@ -40,7 +41,6 @@ class DomainLoad:
     step_s: float = 0.0
     token_s: float = 0.0
     backlog_tokens: int = 0
-    side: Side = "old"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,42 +59,57 @@ class RequestNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ramp:
-    """A switch that hands its new side more and more of the new requests. `begun`: the first one, which
-    always goes there, has gone."""
+class RouteState:
+    """What routing remembers: how many requests it has routed (equal domains take turns)."""
 
-    share: float
-    begun: bool = False
+    routed: int = 0
+    long_prompt_tokens: int = 1024
+
+    def after(self) -> RouteState:
+        """The state once a request was bound."""
+        return replace(self, routed=self.routed + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class RouteState:
-    """What routing remembers: how many requests it has routed (equal domains take turns), and the ramp."""
+class RampSides(Generic[D]):
+    """A ramp, as routing sees it: `share` of the new requests go to the domains in `new`, those in `retiring`
+    are left at 100 %. `first_due`: the first request, which always goes to the new side, is still to come.
+    `probing`: the new side must get no request yet.
+    """
 
-    routed: int = 0
-    ramp: Ramp | None = None
-    long_prompt_tokens: int = 1024
+    share: float
+    new: Container[D]
+    retiring: Container[D]
+    first_due: bool = False
+    probing: bool = False
 
-    def after(self, chosen: DomainLoad) -> RouteState:
-        """The state once a request was bound to `chosen`."""
-        ramp = self.ramp
-        if ramp is not None and not ramp.begun and chosen.side == "new":
-            ramp = replace(ramp, begun=True)
-        return replace(self, routed=self.routed + 1, ramp=ramp)
+    def groups(self, request_id: str, domains: Sequence[D], holds: Callable[[D], bool]) -> list[list[D]]:
+        """The domains of the request's side, then those of the other one: a side without room leaves it the
+        request. Not so while the probe runs, and at 100 %, as long as there is another way. `holds` says
+        whether a domain could hold the request when empty.
+        """
+        if self.share >= 1.0:
+            side = [domain for domain in domains if domain not in self.retiring]
+            stays = any(holds(domain) for domain in side)
+        else:
+            new = self.first_due or ramp_side(request_id, self.share) == "new"
+            side = [domain for domain in domains if (domain in self.new) == new]
+            stays = self.probing and bool(side)
+        others = [] if stays else [domain for domain in domains if domain not in side]
+        return [group for group in (side, others) if group]
 
 
 def route(request: RequestNeed, domains: Sequence[DomainLoad], state: RouteState) -> DomainLoad | None:
     """The domain with room where the request is predicted to be done first, its lean considered.
 
     Nearly equal ones go to the least load per device, then the most blocks left per device, then take turns.
-    A side without room leaves the request to the other one. None when no domain can hold it now.
+    None when no domain can hold it now.
     """
-    side = _side(request, state.ramp)
     lean = _lean(request, state.long_prompt_tokens)
     widths = [domain.devices for domain in domains]
     widest, narrowest = max(widths, default=1), min(widths, default=1)
     best: DomainLoad | None = None
-    best_score: tuple[bool, int, float, float, int] | None = None
+    best_score: tuple[int, float, float, int] | None = None
     for index, domain in enumerate(domains):
         left = domain.blocks_free - request.blocks[index]
         if not domain.rows_free or left < 0:
@@ -104,7 +119,6 @@ def route(request: RequestNeed, domains: Sequence[DomainLoad], state: RouteState
         away = widest - domain.devices if lean > 0 else domain.devices - narrowest
         done_s *= 1 + _LEAN * abs(lean) * away / max(widest - narrowest, 1)
         score = (
-            side is not None and domain.side != side,
             round(_ALIKE * log(done_s)) if done_s > 0 else 0,
             (domain.running + 1) / domain.devices,
             -left / domain.devices,
@@ -118,12 +132,6 @@ def route(request: RequestNeed, domains: Sequence[DomainLoad], state: RouteState
 def ramp_side(request_id: str, share: float) -> Side:
     """The side of a request at that share of the new side: once new, always new as the share grows."""
     return "new" if crc32(request_id.encode()) < share * 2**32 else "old"
-
-
-def _side(request: RequestNeed, ramp: Ramp | None) -> Side | None:
-    if ramp is None:
-        return None
-    return "new" if not ramp.begun else ramp_side(request.id, ramp.share)
 
 
 def _lean(request: RequestNeed, long_prompt_tokens: int) -> float:

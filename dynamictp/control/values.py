@@ -42,8 +42,9 @@ class Waiting(msgspec.Struct, frozen=True):
     oldest_s: float = 0.0
     """Age of the oldest."""
     worst_ttft_ratio: float = 0.0
-    """Largest age ÷ own TTFT target over all requests that have no first token yet, prefilling ones
-    included: a censored sample of TTFT, the only one when nothing finishes."""
+    """Largest time waited ÷ own TTFT target over all requests that have no first token yet, prefilling ones
+    included: a censored sample of TTFT, the only one when nothing finishes. Time before the last commit does
+    not count."""
     needs_devices: int = 0
     """Devices of the narrowest domain that could hold the largest request which no serving domain could
     hold even when empty; 0: there is none."""

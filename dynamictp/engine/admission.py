@@ -56,6 +56,8 @@ class Admission:
         max_batched_tokens: int,
         times: StepTimes,
         domains: Callable[[], Iterable[Domain]],
+        *,
+        long_prompt_tokens: int,
     ) -> None:
         self.hits = 0
         self.queries = 0
@@ -64,7 +66,7 @@ class Admission:
         self._max_batched_tokens = max_batched_tokens
         self._times = times
         self._domains = domains
-        self._state = RouteState()
+        self._state = RouteState(long_prompt_tokens=long_prompt_tokens)
         self.sides: Sides = _NoSides()
 
     def admit(self, waiting: WaitingQueue, now: float) -> None:
@@ -160,7 +162,7 @@ class Admission:
         chosen = route(need, loads, self._state)
         if chosen is None:
             return None
-        self._state = self._state.after(chosen)
+        self._state = self._state.after()
         return next(domain for domain in domains if domain.epoch == chosen.epoch)
 
     def _bind(self, request: Request, domain: Domain, hits: list[Block]) -> None:

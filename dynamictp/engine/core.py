@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from time import thread_time
 
 from dynamictp.clock import Clock
@@ -31,6 +32,7 @@ from dynamictp.messages import (
     DomainProven,
     EngineReady,
     EngineStart,
+    FirstAdmission,
     SetDevices,
     SetLayout,
     Shutdown,
@@ -59,7 +61,14 @@ class EngineCore:
     Raises `FatalError` when the first layout can't be opened.
     """
 
-    def __init__(self, start: EngineStart, clock: Clock, control: ControlWords | None = None) -> None:
+    def __init__(
+        self,
+        start: EngineStart,
+        clock: Clock,
+        control: ControlWords | None = None,
+        core_wait_s: Callable[[int], float] = lambda pid: 0.0,
+    ) -> None:
+        """`core_wait_s`: how long the process of that id has waited for a core so far."""
         self.start = start
         self.to_server: list[Body] = []
         self.to_workers: list[tuple[int, Body]] = []
@@ -74,19 +83,24 @@ class EngineCore:
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._times = StepTimes()
         self._admission = Admission(
-            self.pool, arena.page_tokens, start.max_batched_tokens, self._times, self._live
+            self.pool,
+            arena.page_tokens,
+            start.max_batched_tokens,
+            self._times,
+            self._live,
+            long_prompt_tokens=start.long_prompt_tokens,
         )
         self.book = RequestBook(self.pool, arena.page_tokens, self._context, self._admission.handover, clock)
         self._turns = Turns()
         self._scheduler = Scheduler(limits, self.pool, self._times, self._live, self._preempt)
         control = control or NullControlWords()
-        self._watch = Watch(control, start.hang_s)
+        self._watch = Watch(control, start.hang_s, core_wait_s)
         self._expected = dict(enumerate(start.workers or (1,) * start.devices))
         """Incarnation of each device's worker that was started last, 0 for none."""
         first_id = 1 + (start.incarnation - 1) * EPOCHS_PER_INCARNATION
         self.fleet = Fleet(
             start,
-            quota=quota_rule(self.pool.total, start.devices, self._cap),
+            quota=quota_rule(self.pool.total, start.quota_devices, self._cap),
             comms=CommunicatorPool(start.comm_slots, first_id),
             control=control,
             book=self.book,
@@ -156,7 +170,7 @@ class EngineCore:
                 if domain is not None and domain.state != "failed":
                     self._fail(domain, f"rank {body.rank} of {domain.placed}: {body.error}")
             case WorkerHello():
-                self._watch.on_hello(device)
+                self._watch.on_hello(device, body.pid)
                 for domain in self.fleet.on_hello(body):
                     self._fail(domain, f"the worker of device {device} was replaced", worker_lost=True)
             case _:
@@ -238,9 +252,11 @@ class EngineCore:
         size = self.start.arena.page_tokens
         largest = max(-(-len(request.tokens) // size) for request in waiting)
         held = max((d.quota for d in self._live() if d.state == "serving"), default=0)
-        quota = quota_rule(self.pool.total, self.start.devices, self._cap)
+        quota = quota_rule(self.pool.total, self.start.quota_devices, self._cap)
         wider = (
-            d for d in sorted(self.start.legal_degrees) if d <= self.start.devices and quota(d) >= largest
+            d
+            for d in sorted(self.start.legal_degrees)
+            if d <= self.start.quota_devices and quota(d) >= largest
         )
         return Waiting(
             sum(len(request.tokens) for request in waiting),
@@ -253,10 +269,10 @@ class EngineCore:
         """The context to advertise: what the widest domain's quota holds. Static mode: of the layout in
         force; dynamic mode: of the widest legal one."""
         if self.start.mode == "dynamic":
-            widest = max((d for d in self.start.legal_degrees if d <= self.start.devices), default=1)
+            widest = max((d for d in self.start.legal_degrees if d <= self.start.quota_devices), default=1)
         else:
             widest = max(shape.devices for shape in self.layouts.observed.spec.shapes)
-        quota = quota_rule(self.pool.total, self.start.devices, self._cap)(widest)
+        quota = quota_rule(self.pool.total, self.start.quota_devices, self._cap)(widest)
         return min(self._context, quota * self.start.arena.page_tokens)
 
     def check_integrity(self) -> None:
@@ -337,9 +353,11 @@ class EngineCore:
         self.layouts.on_failed(domain, error, worker_lost=worker_lost)
         self._next_snapshot_s = self._clock.now()
 
-    def _on_status(self, status: SwitchStatus) -> None:
-        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
+    def _on_status(self, status: SwitchStatus | FirstAdmission) -> None:
         self.to_server.append(status)
+        if isinstance(status, FirstAdmission):
+            return
+        log.info("switch %s to %s: %s %s", status.switch_id, status.to_layout, status.phase, status.outcome)
         self._next_snapshot_s = self._clock.now()
 
     def _announce(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dynamictp.clock import Clock
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.drains import Drains
+from dynamictp.engine.firsts import FirstAdmissions
 from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.placing import Targets, keepable, missing, surplus
 from dynamictp.engine.probe import Prober
@@ -24,6 +25,7 @@ from dynamictp.messages import (
     DomainOpened,
     DomainProven,
     EngineStart,
+    FirstAdmission,
     SetDevices,
     SetLayout,
     StepResult,
@@ -54,7 +56,7 @@ class LayoutManager:
         clock: Clock,
         *,
         times: StepTimes,
-        emit: Callable[[SwitchStatus], None],
+        emit: Callable[[SwitchStatus | FirstAdmission], None],
     ) -> None:
         """`times`: step times measured so far, which a ramp judges by."""
         self._fleet = fleet
@@ -70,6 +72,7 @@ class LayoutManager:
         """Some layout serves, or has."""
         self._current: Switch | None = None
         self._drains = Drains(fleet, book, self._report)
+        self._firsts = FirstAdmissions()
         self._committed: list[Switch] = []
         """Switches whose commit this turn is to report."""
         self._statuses: OrderedDict[str, SwitchStatus] = OrderedDict()
@@ -88,9 +91,12 @@ class LayoutManager:
         return self.targets.parse(text, [domain.placed for domain in keepable(self._fleet)])
 
     def set_layout(self, command: SetLayout) -> None:
-        """Begin a switch. A known id gets its latest status again; a refused one a status `failed`."""
+        """Begin a switch. A known id gets its latest status again, and is forced from now on if the command
+        says so; a refused one gets a status `failed`."""
         known = self._statuses.get(command.switch_id)
         if known is not None:
+            if command.forced and self._current is not None and self._current.id == command.switch_id:
+                self._current.hurry()
             self._emit(known)
             return
         now = self._clock.now()
@@ -195,6 +201,9 @@ class LayoutManager:
         """A request was admitted to a domain."""
         if self._ramp is not None:
             self._ramp.bound(domain)
+        first = self._firsts.admitted(domain, self._clock.now())
+        if first is not None:
+            self._emit(first)
 
     # ------------------------------------------------------------ every turn
 
@@ -242,7 +251,7 @@ class LayoutManager:
         if switch.phase == "proof" and all(domain.state == "ready" for domain in switch.opening):
             switch.finish_phase("proof", now)
             switch.phases_ms["ramp"] = 0.0
-            if switch.ramped and (switch.opening or switch.reviving):
+            if switch.ramped and switch.opening:
                 self._begin_ramp(switch, now)
             else:
                 self._commit(switch, now)
@@ -326,6 +335,7 @@ class LayoutManager:
             for request in tuple(domain.leaving):
                 self._book.stay(request)
             self._drains.revived(domain, self._committed)
+        self._firsts.serve(switch)
 
     def _commit(self, switch: Switch, now: float) -> None:
         if switch.phase != "ramp":

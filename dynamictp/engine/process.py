@@ -19,7 +19,7 @@ from dynamictp.engine.core import EngineCore
 from dynamictp.engine.links import WorkerLinks
 from dynamictp.errors import DomainError, ProtocolError
 from dynamictp.messages import EngineStart, SwitchStatus, WorkerGone, WorkerStarted
-from dynamictp.process import die_with_parent, ignore_interrupt
+from dynamictp.process import core_wait_s, die_with_parent, ignore_interrupt
 from dynamictp.transport import ZmqLink, engine_address, zmq_link
 from dynamictp.worker.comm.control import ControlBlock, open_control
 
@@ -140,7 +140,7 @@ def run_engine(start: EngineStart, sockets: Path, control: ControlWords, clock: 
         for device, worker in enumerate(start.workers or (1,) * start.devices):
             if worker:
                 workers.open(device, worker)
-        core = EngineCore(start, clock, control)
+        core = EngineCore(start, clock, control, core_wait_s)
         check = os.environ.get(CHECK_ENV) == "1"
         EngineLoop(core, server, workers, poller, clock, check=check).run()
     finally:

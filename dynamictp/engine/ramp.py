@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamictp.control.route import Side, ramp_side
+from dynamictp.control.route import RampSides, Side
 from dynamictp.engine.domain import Domain, PlanRecord
 from dynamictp.engine.probe import Probe
 from dynamictp.engine.request import Request
@@ -85,18 +85,15 @@ class Ramp:
     # ------------------------------------------------------------ sides
 
     def choices(self, request: Request, domains: Sequence[Domain], blocks: int) -> list[list[Domain]]:
-        """The serving domains of the request's side, then those of the other one: a side without room leaves
-        it the request. Not so while the probe runs, and at 100 %, as long as there is another way."""
-        holding: Sequence[Domain]
-        if self.share >= 1.0:
-            side = [domain for domain in domains if domain not in self._retiring]
-            holding = [domain for domain in side if domain.quota >= blocks]
-        else:
-            new = self._first_due or ramp_side(request.id, self.share) == "new"
-            side = [domain for domain in domains if (domain in self._new) == new]
-            holding = side if self._probe is not None else []
-        others = [domain for domain in domains if domain not in side]
-        return [group for group in (side, [] if holding else others) if group]
+        """The serving domains in the order in which they may take a request of so many blocks."""
+        sides = RampSides(
+            self.share,
+            self._new,
+            self._retiring,
+            first_due=self._first_due,
+            probing=self._probe is not None,
+        )
+        return sides.groups(request.id, domains, lambda domain: domain.quota >= blocks)
 
     def bound(self, domain: Domain) -> None:
         """A request was admitted to a domain."""
@@ -137,10 +134,6 @@ class Ramp:
             if verdict:
                 return Regression(verdict, distrust=True)
             self._probe = None
-            if self._forced:
-                self._step = len(self._settings.shares)
-                self.done = True
-                return None
             self._first_due = True
             self._begin_step(0, now)
         if self._unjudged:
@@ -148,12 +141,18 @@ class Ramp:
             slower = self._slower()
             if slower:
                 return Regression(slower, distrust=False)
+        if self._forced:
+            self._step, self.done = len(self._settings.shares), True
         while now >= self._until_s and not self.done:
             if self._step == len(self._settings.shares):
                 self.done = True
             else:
                 self._begin_step(self._step + 1, self._until_s)
         return None
+
+    def hurry(self) -> None:
+        """The switch has become urgent: after its probe it is done."""
+        self._forced = True
 
     def stop(self) -> None:
         """The switch is taken back."""

@@ -46,6 +46,17 @@ class Switch:
     settings: RampSettings | None = None
     ramp: Ramp | None = None
     """While it is in its ramp."""
+    began_s: float = field(init=False)
+    """When the command came."""
+
+    def __post_init__(self) -> None:
+        self.began_s = self.mark_s
+
+    def hurry(self) -> None:
+        """It has become urgent: of its ramp, only the shadow probe is left. One without a ramp stays so."""
+        self.forced = True
+        if self.ramp is not None:
+            self.ramp.hurry()
 
     def finish_phase(self, name: str, now: float) -> None:
         """The phase `name` ends and the next one begins."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dynamictp.engine.comms import ControlWords
@@ -45,12 +45,20 @@ class Watch:
     sent and the word stands still for longer than any legal step. One that computes (or does not even begin)
     is the culprit. One that waits for its peers is innocent, unless its domain has failed and it does not
     leave: when all members of a domain wait, one of them is stopped inside its wait, so the domain is failed
-    to see who leaves.
+    to see who leaves. The time that a worker could run and had no core does not count: on a busy machine it
+    is slow, and its successor would be slower.
     """
 
-    def __init__(self, control: ControlWords, hang_s: float) -> None:
+    def __init__(
+        self, control: ControlWords, hang_s: float, core_wait_s: Callable[[int], float] = lambda pid: 0.0
+    ) -> None:
+        """`core_wait_s`: how long the process of that id has waited for a core so far."""
         self._control = control
         self._hang_s = hang_s
+        self._core_wait_s = core_wait_s
+        self._pids: dict[int, int] = {}
+        self._marks: dict[int, tuple[float, float]] = {}
+        """When a worker was first seen to stand still, and how long it had waited for a core by then."""
         self._sent: dict[int, int] = {}
         self._owes_since: dict[int, float] = {}
         self._hello_by: dict[int, float] = {}
@@ -59,8 +67,10 @@ class Watch:
     def expect_hello(self, device: int, deadline_s: float) -> None:
         self._hello_by[device] = deadline_s
 
-    def on_hello(self, device: int) -> None:
+    def on_hello(self, device: int, pid: int = 0) -> None:
         """A worker begins to count, from zero."""
+        self._pids[device] = pid
+        self._marks.pop(device, None)
         self._hello_by.pop(device, None)
         self._owes_since.pop(device, None)
         self._sent[device] = 0
@@ -104,10 +114,19 @@ class Watch:
                 continue
             since = self._owes_since.setdefault(device, now)
             seconds = min(age_s, now - since)
+            seconds -= self._without_core_s(device, now - seconds, now)
             waits = state == _WAITING
             if seconds > (self._hang_s if waits else self._step_limit_s(device, domains)):
                 found[device] = _Stall(seconds, waits)
         return found
+
+    def _without_core_s(self, device: int, still_since_s: float, now: float) -> float:
+        """How long the worker has waited for a core while it stood still, as far as it was looked at."""
+        waited_s = self._core_wait_s(self._pids[device])
+        mark = self._marks.get(device)
+        if mark is None or mark[0] < still_since_s:
+            mark = self._marks[device] = (now, waited_s)
+        return max(0.0, waited_s - mark[1])
 
     def _step_limit_s(self, device: int, domains: list[Domain]) -> float:
         steps_ms = (r.predicted_ms for d in domains if device in d.devices for r in d.in_flight)

@@ -16,6 +16,7 @@ from dynamictp.messages.serving import (
     CancelRequest,
     CancelSwitch,
     EngineReady,
+    FirstAdmission,
     Outputs,
     PromptLogprobs,
     Queued,
@@ -85,6 +86,7 @@ __all__ = [
     "EngineReady",
     "EngineStart",
     "Envelope",
+    "FirstAdmission",
     "NewRow",
     "OpenDomain",
     "Outputs",
@@ -133,6 +135,7 @@ Body = (
     | EngineReady
     | Outputs
     | SwitchStatus
+    | FirstAdmission
     | Snapshot
     | WorkerLost
     | OpenDomain

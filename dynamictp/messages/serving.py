@@ -47,7 +47,10 @@ class CancelRequest(Message, frozen=True):
 
 
 class SetLayout(Message, frozen=True):
-    """Command of a switch. Idempotent by `switch_id`; `phase` is the phase the switch should reach."""
+    """Command of a switch. Idempotent by `switch_id`; `phase` is the phase the switch should reach.
+
+    Sent again with `forced`, it ends the ramp that is under way, but for the shadow probe.
+    """
 
     switch_id: str
     layout: str
@@ -163,6 +166,15 @@ class SwitchStatus(Message, frozen=True):
     error: str | None = None
     ramp_share: float = 0.0
     """Share of new requests that go to the new side, while the ramp runs."""
+
+
+class FirstAdmission(Message, frozen=True):
+    """The first request from the queue went to a domain that a switch opened or revived, `milliseconds`
+    after the engine got the switch's command. Often after the switch is `closed`: it takes an arrival.
+    """
+
+    switch_id: str
+    milliseconds: float
 
 
 class StepTotals(msgspec.Struct, frozen=True, array_like=True):

@@ -36,8 +36,8 @@ class MachineSources:
 
 
 @dataclass
-class MachineMetrics:
-    """Owner of the crashes; the rest is looked up, and a process may end between two looks."""
+class ProcessMetrics:
+    """What the processes use, and owner of their crashes. A process may end between two looks."""
 
     sources: MachineSources = field(default_factory=MachineSources)
     wall: Callable[[], float] = time.time
@@ -51,22 +51,14 @@ class MachineMetrics:
         self.last_crash = self.wall()
 
     def collect(self) -> Iterator[Metric]:
-        devices = self.sources.devices()
-        yield from self._collect_processes(devices)
-        yield counters(
-            "dtp_process_crashes",
-            "Processes that ended or hung and were replaced. Does something crash?",
-            ["process"],
-            (((process,), count) for process, count in self.crashes.items()),
-        )
-        yield from _collect_cores(devices)
-        memory = psutil.virtual_memory()
-        yield gauges(
-            "dtp_node_memory_bytes",
-            "Memory of the machine. Will something be killed for memory?",
-            "kind",
-            {"total": float(memory.total), "available": float(memory.available)},
-        )
+        yield from self._collect_processes(self.sources.devices())
+        if self.crashes:
+            yield counters(
+                "dtp_process_crashes",
+                "Processes that ended or hung and were replaced. Does something crash?",
+                ["process"],
+                (((process,), count) for process, count in self.crashes.items()),
+            )
 
     def _collect_processes(self, devices: Mapping[int, Placed]) -> Iterator[Metric]:
         known = {(name, ""): pid for name, pid in self.sources.processes().items()}
@@ -86,6 +78,22 @@ class MachineMetrics:
         for key, value in memory:
             family.add_metric(list(key), value)
         yield family
+
+
+@dataclass
+class MachineMetrics(ProcessMetrics):
+    """Processes, cores and memory of the machine."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        yield from _collect_cores(self.sources.devices())
+        memory = psutil.virtual_memory()
+        yield gauges(
+            "dtp_node_memory_bytes",
+            "Memory of the machine. Will something be killed for memory?",
+            "kind",
+            {"total": float(memory.total), "available": float(memory.available)},
+        )
 
 
 def _look(pid: int | None) -> tuple[float, float] | None:

@@ -92,7 +92,7 @@ def _domains(layout: Mapping[str, Any]) -> Table:
         cap = domain["kv_pages_cap"]
         table.add_row(
             domain["id"],
-            f"tp{domain['tp']}",
+            f"{domain['model']}:tp{domain['tp']}" if "models" in layout else f"tp{domain['tp']}",
             ",".join(map(str, domain["devices"])),
             Text(domain["state"], style=STATES.get(domain["state"], "cyan")),
             str(domain["running"]),

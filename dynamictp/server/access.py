@@ -52,7 +52,7 @@ class Access:
                 code="unknown_host",
             )
         origin = headers.get("origin")
-        if origin is not None and not self._known(urlsplit(origin).hostname or ""):
+        if origin is not None and not self._known(_origin_name(origin)):
             raise Forbidden("pages of other sites may not use this server", code="foreign_origin")
 
     def _known(self, name: str) -> bool:
@@ -120,6 +120,14 @@ def _identify(ring: KeyRing, authorization: str, *, admin: bool) -> Identity:
     if identity is None:
         raise Unauthorized("the key is not known here", code="invalid_api_key")
     return identity
+
+
+def _origin_name(origin: str) -> str:
+    """The host that an Origin header names; empty for one that names none (`null`, nonsense)."""
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from dynamictp.errors import BadRequest, ConfigError
 from dynamictp.server.answers import json_response
 from dynamictp.server.control_plane import ControlPlane
 from dynamictp.server.fields import Fields, parse_object
+from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
 
 MAX_WAIT_S = 600.0
@@ -53,10 +55,11 @@ def parse_lend(fields: Fields, devices: int) -> LeaseRequest:
 
 
 class ControlRoutes:
-    """Endpoints over one `Service`."""
+    """Endpoints over the models of one server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._desk = roster.shares.desk
 
     def routes(self) -> list[Route]:
         return [
@@ -74,17 +77,16 @@ class ControlRoutes:
     # ------------------------------------------------------------ leases
 
     async def leases(self, request: Request) -> Response:
-        desk = self._service.desk
+        desk = self._desk
         return json_response(
             {"leases": [self._shown(lease) for lease in desk.pool.leases], "free": desk.pool.free}
         )
 
     async def lend(self, request: Request) -> Response:
-        service = self._service
-        async with service.bodies.reading(request) as body:
-            wanted = parse_lend(Fields(parse_object(body)), service.devices)
-        service.client.check_open()
-        lease = await service.desk.lease(
+        async with self._roster.bodies.reading(request) as body:
+            wanted = parse_lend(Fields(parse_object(body)), self._roster.first.devices)
+        self._roster.check_open()
+        lease = await self._desk.lease(
             wanted.devices,
             wanted.level,
             notice_s=wanted.notice_s,
@@ -94,18 +96,18 @@ class ControlRoutes:
         return json_response(self._shown(lease), 201)
 
     async def lease(self, request: Request) -> Response:
-        return json_response(self._shown(self._service.desk.pool.get(request.path_params["id"])))
+        return json_response(self._shown(self._desk.pool.get(request.path_params["id"])))
 
     async def renew(self, request: Request) -> Response:
-        return json_response(self._shown(self._service.desk.renew(request.path_params["id"])))
+        return json_response(self._shown(self._desk.renew(request.path_params["id"])))
 
     async def give_back(self, request: Request) -> Response:
-        return json_response(self._shown(self._service.desk.give_back(request.path_params["id"])))
+        return json_response(self._shown(self._desk.give_back(request.path_params["id"])))
 
     def _shown(self, lease: Lease) -> dict[str, Any]:
         """Times are seconds from now; there is a deadline while it is being revoked."""
-        now = self._service.clock.now()
-        info = self._service.device_info()
+        now = self._roster.clock.now()
+        info = self._roster.first.device_info()
         shown: dict[str, Any] = {
             "id": lease.id,
             "devices": lease.devices,
@@ -123,45 +125,58 @@ class ControlRoutes:
     # ------------------------------------------------------------ the planner
 
     async def decisions(self, request: Request) -> Response:
-        """The last decisions, the latest first; with `snapshots=1` also what each was based on."""
+        """The last decisions, the latest first; with `snapshots=1` also what each was based on. With several
+        models those of all, or of the one that `model` names."""
         last = _number(request, "last", 20)
         with_snapshots = _number(request, "snapshots", 0)
-        plane = self._plane()
         shown = []
-        for entry in reversed(plane.journal.last(last)):
-            decision = msgspec.to_builtins(entry.decision)
-            if with_snapshots:
-                decision["snapshot"] = msgspec.to_builtins(entry.snapshot)
-            shown.append(decision)
-        return json_response({"decisions": shown})
+        for service in self._planned(request):
+            for entry in self._plane(service).journal.last(last):
+                decision = msgspec.to_builtins(entry.decision)
+                if with_snapshots:
+                    decision["snapshot"] = msgspec.to_builtins(entry.snapshot)
+                if self._roster.several:
+                    decision["model"] = service.model
+                shown.append(decision)
+        shown.sort(key=lambda decision: decision["time_s"])
+        return json_response({"decisions": shown[::-1][:last]})
 
     async def journal(self, request: Request) -> Response:
-        """All that is kept, as lines that can be replayed."""
-        lines = b"\n".join(self._plane().journal.lines()) + b"\n"
+        """All that is kept, as lines that can be replayed: of one model."""
+        service = self._roster.pick(request.query_params.get("model"))
+        lines = b"\n".join(self._plane(service).journal.lines()) + b"\n"
         return Response(lines, media_type="application/jsonl")
 
     async def config(self, request: Request) -> Response:
-        return json_response({"config": msgspec.to_builtins(self._plane().config)})
+        return json_response({"config": msgspec.to_builtins(self._plane(self._roster.first).config)})
 
     async def reload(self, request: Request) -> Response:
-        """Replace some parameters; the others stay."""
-        plane = self._plane()
-        async with self._service.bodies.reading(request) as body:
+        """Replace some parameters, for all models; the others stay."""
+        plane = self._plane(self._roster.first)
+        async with self._roster.bodies.reading(request) as body:
             given = parse_object(body)
         values = msgspec.to_builtins(plane.config)
         if isinstance(given.get("slo"), dict):
             given = {**given, "slo": {**values["slo"], **given["slo"]}}
         try:
-            plane.reload(build_control({**values, **given}))
+            config = build_control({**values, **given})
+            for service in self._roster.services:
+                self._plane(service).reload(config)
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config") from error
         return json_response({"config": msgspec.to_builtins(plane.config)})
 
-    def _plane(self) -> ControlPlane:
-        plane = self._service.plane
+    def _planned(self, request: Request) -> Sequence[Service]:
+        """The model that the request names, else all. Raises `NotFound`."""
+        name = request.query_params.get("model")
+        return self._roster.services if name is None else (self._roster.pick(name),)
+
+    @staticmethod
+    def _plane(service: Service) -> ControlPlane:
+        plane = service.plane
         if plane is None:
             raise BadRequest(
-                f"mode {self._service.mode} has no planner; start the server with --mode dynamic or dry-run",
+                f"mode {service.mode} has no planner; start the server with --mode dynamic or dry-run",
                 code="no_planner",
             )
         return plane

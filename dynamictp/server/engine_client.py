@@ -14,11 +14,13 @@ from typing import TypeVar
 import msgspec
 
 from dynamictp.clock import Clock
+from dynamictp.control.windows import TrafficWindows
 from dynamictp.errors import CapacityError
 from dynamictp.messages import (
     Body,
     CancelRequest,
     EngineReady,
+    FirstAdmission,
     Outputs,
     PromptLogprobs,
     Queued,
@@ -45,7 +47,6 @@ from dynamictp.server.live_request import (
 )
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.sender import Sender
-from dynamictp.server.traffic import Traffic
 from dynamictp.transport import Link
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class EngineClient:
         *,
         admission: AdmissionControl | None = None,
         on_switch: Callable[[SwitchStatus], None],
+        on_first_admission: Callable[[FirstAdmission], None] = lambda message: None,
         on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
     ) -> None:
         """`admission` is told what waits and how fast it moves, and asked who is taken."""
@@ -73,6 +75,7 @@ class EngineClient:
         self._metrics = metrics
         self._admission = admission or AdmissionControl(clock)
         self._on_switch = on_switch
+        self._on_first_admission = on_first_admission
         self._on_worker_lost = on_worker_lost
         self._live: dict[str, LiveRequest] = {}
         self._link = EngineLink(self._handle, self._on_lost)
@@ -92,7 +95,7 @@ class EngineClient:
         """Token events that were late, repeated or out of order."""
         self.tracer: Tracer | None = None
         """Told of HTTP requests when they end, if traces are wanted."""
-        self.traffic: Traffic | None = None
+        self.traffic: TrafficWindows | None = None
         """Told what the planner has to know, if there is one."""
         self.on_snapshot: Callable[[], None] = lambda: None
         """Called when `snapshot` is a new one."""
@@ -205,7 +208,7 @@ class EngineClient:
         self._metrics.requests.on_arrival()
         self._admission.backlog.add(waiting)
         if self.traffic is not None:
-            self.traffic.arrived(live.prompt_len)
+            self.traffic.arrived(self._clock.now(), live.prompt_len)
         self._send_request(live)
         return live
 
@@ -272,6 +275,8 @@ class EngineClient:
                     self.layout = body.to_layout
                 self._metrics.on_switch(body)
                 self._on_switch(body)
+            case FirstAdmission():
+                self._on_first_admission(body)
             case EngineReady():
                 self.engine = body
                 self.layout = body.layout
@@ -328,7 +333,7 @@ class EngineClient:
             self._admission.pace.first_token(live.waiting, self._admission.backlog.tokens)
             self._no_longer_waits(live)
         if self.traffic is not None:
-            self.traffic.first_token(live.prompt_len, now - live.sender.arrival_s)
+            self.traffic.first_token(now, live.who)
 
     def _on_end(self, end: RequestEnd) -> None:
         live = self._current(end)
@@ -360,7 +365,7 @@ class EngineClient:
         self._metrics.requests.on_finish(finished(live, ended, self._clock.now()))
         self._admission.pace.finished(len(live.emitted))
         if self.traffic is not None:
-            self.traffic.finished(len(live.emitted), live.first_token_s, live.last_token_s)
+            self.traffic.finished(self._clock.now(), live.stream)
 
     def _remove(self, request_id: str) -> LiveRequest | None:
         live = self._live.pop(request_id, None)
@@ -380,7 +385,7 @@ class EngineClient:
         try:
             return bool(call(message))
         except SinkFull as error:
-            self._give_up(live, Ended("error", message=str(error), status=408))
+            self._give_up(live, Ended("error", message=str(error), status=error.status))
         except Exception:
             log.exception("request %s: its output could not be handled", live.request_id)
             self._give_up(live, Ended("error", message="internal error while producing the output"))

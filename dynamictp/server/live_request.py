@@ -6,10 +6,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from dynamictp.control.windows import Stream, Who
 from dynamictp.errors import DynamicTPError
 from dynamictp.messages import PromptLogprobs, SamplingParams, ServedBy, TokenEvent
 from dynamictp.observe.requests import Finished
-from dynamictp.server.admission import Waiting
+from dynamictp.server.admission import Waiting, class_of
 from dynamictp.server.sender import Sender
 
 TOKEN_BYTES = 4
@@ -26,7 +27,13 @@ class Ended:
 
 
 class SinkFull(DynamicTPError):
-    """Nobody takes what a sink keeps: its request is to end."""
+    """A sink can't keep more: its request is to end. `status` is the HTTP status if the answer has not begun:
+    408 when nobody takes what it keeps, 400 when more was asked for than it may keep.
+    """
+
+    def __init__(self, message: str, status: int = 408) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Sink(Protocol):
@@ -67,6 +74,17 @@ class LiveRequest:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def who(self) -> Who:
+        """What its targets depend on."""
+        tokens = self.prompt_len
+        return Who(self.sender.arrival_s, tokens, class_of(tokens), self.sender.tenant)
+
+    @property
+    def stream(self) -> Stream:
+        """Its tokens so far; it has one at least."""
+        return Stream(self.who, len(self.emitted), self.first_token_s, self.last_token_s)
 
 
 def finished(live: LiveRequest, ended: Ended, now: float) -> Finished:

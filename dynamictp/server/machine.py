@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+DESCRIPTORS = 1 << 16
+"""As many as are asked for. A shell's usual limit of 1,024 is for programs that use `select`."""
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -34,6 +37,16 @@ def available_memory_bytes() -> int:
     except (OSError, ValueError):
         pass
     return available
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process and its children have as many descriptors as they may; how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS:
+        return DESCRIPTORS
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 def device_cores(device: int, cores: tuple[int, ...], per_device: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from dynamictp.observe.families import (
     histogram,
 )
 from dynamictp.observe.history import History, kv_usage
-from dynamictp.observe.machine import MachineMetrics
+from dynamictp.observe.machine import MachineMetrics, ProcessMetrics
 from dynamictp.observe.requests import RequestMetrics
 from dynamictp.server.admission import AdmissionControl
 from dynamictp.server.plane_metrics import PlaneMetrics
@@ -70,7 +70,7 @@ class Metrics(Collector):
         self._ttft = Histogram(TTFT_S)
         self._itl = Histogram(TPOT_S)
         self.requests = self.request_metrics()
-        self.machine = MachineMetrics()
+        self.machine: ProcessMetrics = MachineMetrics()
         self.plane = PlaneMetrics()
         self.alias_model = ""
         """The model's name while its metrics are shown under the `vllm:` names too."""

@@ -32,6 +32,8 @@ _GENERATION = (*_BODY, "404", "429", "500")
 _TOKEN = {"type": "integer", "minimum": 0}
 _OBJECT: dict[str, Any] = {"type": "object"}
 _TEXT: dict[str, Any] = {"type": "string"}
+_MODEL: dict[str, Any] = {"name": "model", "in": "query", "schema": _TEXT}
+"""Whose, where the server has several models."""
 
 
 class Error(msgspec.Struct):
@@ -176,8 +178,8 @@ def _observe_paths() -> dict[str, Any]:
     """The live page and what it draws."""
     locked = ("401", "403")
     page = {"description": "the page", "content": {"text/html": {"schema": _TEXT}}}
-    since = [{"name": "since", "in": "query", "schema": {"type": "number"}}]
-    history = _operation("history", "The last hours", {"200": _json(_OBJECT)}, (*locked, "400"))
+    since = [{"name": "since", "in": "query", "schema": {"type": "number"}}, _MODEL]
+    history = _operation("history", "The last hours", {"200": _json(_OBJECT)}, (*locked, "400", "404"))
     return {
         "/dashboard": {"get": _operation("dashboard", "The live page", {"200": page}, locked)},
         "/admin/history": {"get": {**history, "parameters": since}},
@@ -203,8 +205,9 @@ def _control_paths(
         {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 10_000}}
         for name in ("last", "snapshots")
     ]
-    planned = (*locked, "400")
-    decisions = _operation("decisions", "The planner's decisions", done, planned)
+    planned, of_model = (*locked, "400"), (*locked, "400", "404")
+    decisions = _operation("decisions", "The planner's decisions", done, of_model)
+    journal = _operation("journal", "The journal", {"200": lines}, of_model)
     change = _operation("set_config", "Replace parameters of the planner", done, _BODY)
     return {
         "/admin/leases": {
@@ -212,8 +215,8 @@ def _control_paths(
             "post": {**lent, "requestBody": _body(rules["POST /admin/leases"], vocab)},
         },
         "/admin/leases/{id}": one,
-        "/admin/decisions": {"get": {**decisions, "parameters": numbers}},
-        "/admin/journal": {"get": _operation("journal", "The journal", {"200": lines}, planned)},
+        "/admin/decisions": {"get": {**decisions, "parameters": [*numbers, _MODEL]}},
+        "/admin/journal": {"get": {**journal, "parameters": [_MODEL]}},
         "/admin/config": {
             "get": _operation("config", "The planner's parameters", done, planned),
             "put": {**change, "requestBody": {"required": True, **_json_content(_OBJECT)}},

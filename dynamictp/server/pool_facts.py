@@ -41,7 +41,7 @@ def pool_facts(config: ServeConfig, plan: NodePlan) -> PoolFacts:
             kv_bytes=plan.arena_bytes,
             communicators=1,
         ),
-        kv_tokens_per_device=plan.kv_tokens * DYNAMIC_CAP / plan.devices,
+        kv_tokens_per_device=plan.kv_tokens * DYNAMIC_CAP / plan.most_devices,
         links=((2, LinkFacts("shared memory", memory, SHARED_MEMORY_HOP)),),
         assumptions=ASSUMPTIONS,
         calibration=calibration,

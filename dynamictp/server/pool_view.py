@@ -14,10 +14,10 @@ from dynamictp.control.values import (
     SwitchView,
     Waiting,
 )
+from dynamictp.control.windows import TrafficWindows
 from dynamictp.layout import Shape
 from dynamictp.messages import Snapshot, StepMeasure, SwitchStatus
 from dynamictp.server.live_request import LiveRequest
-from dynamictp.server.traffic import SHORT_S, WINDOW_S, Traffic
 
 MOST_SAMPLES = 64
 
@@ -29,7 +29,7 @@ class PoolView:
     legal: tuple[str, ...]
     devices: int
     mode: Mode
-    traffic: Traffic
+    traffic: TrafficWindows
     _measures: list[StepMeasure] = field(default_factory=list)
     _busy: tuple[float, float] = (0.0, 0.0)
     """Time and busy device seconds at the last look."""
@@ -53,13 +53,12 @@ class PoolView:
         barred: tuple[Bar, ...],
     ) -> PoolSnapshot:
         """The pool at `now`. `snapshot` is the engine's latest."""
-        traffic, config = self.traffic, self.traffic.config
         started = [request for request in live if request.emitted]
-        ratios = [
-            (now - request.sender.arrival_s) / config.slo.of().ttft_target_s(request.prompt_len)
-            for request in live
-            if not request.emitted
-        ]
+        seen = self.traffic.view(
+            now,
+            (request.who for request in live if not request.emitted),
+            (request.stream for request in started),
+        )
         measures, self._measures = self._measures, []
         return PoolSnapshot(
             time_s=now,
@@ -72,21 +71,21 @@ class PoolView:
             switch=self._switch(switch, now),
             draining=tuple(str(Shape(d.tp, d.pp)) for d in snapshot.domains if d.state == "draining"),
             barred=barred,
-            last_commit_s=traffic.last_commit_s,
-            arrivals_2s=traffic.arrivals(SHORT_S),
-            arrivals_10s=traffic.arrivals(WINDOW_S),
-            outputs=traffic.outputs(),
+            last_commit_s=self.traffic.last_commit_s,
+            arrivals_2s=seen.arrivals_2s,
+            arrivals_10s=seen.arrivals_10s,
+            outputs=seen.outputs,
             prefix_hit_share=self._prefix_share(snapshot),
             waiting=Waiting(
                 requests=snapshot.waiting,
                 prompt_tokens=snapshot.queue.tokens,
                 oldest_s=max(0.0, now - snapshot.queue.oldest_s) if snapshot.waiting else 0.0,
-                worst_ttft_ratio=max(ratios, default=0.0),
+                worst_ttft_ratio=seen.worst_ttft_ratio,
                 needs_devices=snapshot.queue.needs_devices,
             ),
             running=_running(started),
-            ttft=traffic.ttft(),
-            tpot=traffic.tpot((len(r.emitted), r.first_token_s, r.last_token_s) for r in started),
+            ttft=seen.ttft,
+            tpot=seen.tpot,
             steps=tuple(StepSample(*_fields(measure)) for measure in measures),
             busy_share=self._busy_share(snapshot),
         )

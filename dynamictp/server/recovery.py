@@ -26,13 +26,24 @@ class Recovery:
     """The supervisor's `EngineUser`: joins it to the engine client."""
 
     def __init__(
-        self, client: EngineClient, on_lost: Callable[[], None], clock: Clock, *, hang_s: float
+        self,
+        client: EngineClient,
+        on_lost: Callable[[], None],
+        clock: Clock,
+        *,
+        hang_s: float,
+        core_wait_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`on_lost` is called when the engine is lost, after the client has let go of it."""
+        """`on_lost` is called when the engine is lost, after the client has let go of it. `core_wait_s`: how
+        long the engine's process has waited for a core so far; that is not its fault, and does not count.
+        """
         self._client = client
         self._on_lost = on_lost
         self._clock = clock
         self._silence_s = SILENCE * hang_s
+        self._core_wait_s = core_wait_s
+        self._mark = (0.0, 0.0)
+        """When the engine was heard last, and how long it had waited for a core soon after."""
         self._started_s = clock.now()
         self._away = False
 
@@ -67,6 +78,13 @@ class Recovery:
             if late:
                 self._client.heard_s = now
             limit_s = START_S if self._client.heard_s == self._started_s else self._silence_s
-            if not self._away and now - self._client.heard_s > limit_s:
-                kill(f"silent for {now - self._client.heard_s:.1f} s")
+            silent_s = self._silent_s(now)
+            if not self._away and silent_s > limit_s:
+                kill(f"silent for {silent_s:.1f} s")
                 self._client.heard_s = now
+
+    def _silent_s(self, now: float) -> float:
+        heard_s, waited_s = self._client.heard_s, self._core_wait_s()
+        if self._mark[0] != heard_s:
+            self._mark = (heard_s, waited_s)
+        return now - heard_s - max(0.0, waited_s - self._mark[1])

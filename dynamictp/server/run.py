@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
 
@@ -19,6 +20,8 @@ DRAIN_S = 5
 SEND_BUFFER_BYTES = 64 << 10
 HEAD_LIMIT_BYTES = 32 << 10
 """Request line and headers together."""
+CONNECTIONS = 16_384
+"""Of a port, where the limit of descriptors allows it."""
 
 
 class _Server(uvicorn.Server):
@@ -40,8 +43,10 @@ class _Server(uvicorn.Server):
 class ServerRunner:
     """Owner of the listening socket and of uvicorn's task."""
 
-    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", port: int = 8000) -> None:
-        """`port` 0 takes a free one."""
+    def __init__(
+        self, app: ASGIApp, host: str = "127.0.0.1", port: int = 8000, *, connections: int = CONNECTIONS
+    ) -> None:
+        """`port` 0 takes a free one. Beyond `connections` at a time others are answered with a 503."""
         self._host = host
         self._port = port
         config = uvicorn.Config(
@@ -50,7 +55,7 @@ class ServerRunner:
             log_config=None,
             lifespan="off",
             ws="none",
-            http=GuardedConnection,
+            http=functools.partial(GuardedConnection, most=connections),  # type: ignore[arg-type]
             h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,
@@ -71,6 +76,11 @@ class ServerRunner:
             await self._task
         port: int = listener.getsockname()[1]
         return port
+
+    @property
+    def connections(self) -> int:
+        """Open ones."""
+        return len(self._server.server_state.connections)
 
     async def stop(self) -> None:
         """Stop listening, let answers end for a few seconds, then cut them. May be called twice."""

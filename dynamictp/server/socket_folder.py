@@ -43,6 +43,12 @@ class SocketFolder:
                 f"{zmq.IPC_PATH_MAX_LEN} bytes; set TMPDIR to a shorter one"
             )
 
+    def remove_of_engine(self, incarnation: int) -> None:
+        """Files of an engine that has ended: it can't remove its sockets when it is killed."""
+        for pattern in (f"engine-{incarnation}.*", f"worker-*-{incarnation}.sock"):
+            for file in self.path.glob(pattern):
+                file.unlink(missing_ok=True)
+
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)

@@ -6,16 +6,17 @@ planner decides, and `drive` hands its decisions on.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.facts import PoolFacts
-from dynamictp.control.route import DomainLoad, RequestNeed, RouteState, Side, route
+from dynamictp.control.route import DomainLoad, RampSides, RequestNeed, RouteState, route
 from dynamictp.control.values import StepSample
 from dynamictp.cost.steps import StepModel
 from dynamictp.layout import LayoutSpec, PlacedShape
@@ -77,9 +78,10 @@ class Node:
         self.faults = faults or Faults()
         self.totals = NodeTotals()
         self.domains: dict[int, SimDomain] = {}
-        self.sides: dict[int, Side] = {}
         self.waiting: list[SimRequest] = []
         self.routing = RouteState(long_prompt_tokens=config.long_prompt_tokens)
+        self.ramp: RampSides[SimDomain] | None = None
+        """Of the switch under way; its switcher's to set."""
         self.on_finish: Callable[[SimDomain, SimRequest], None] = lambda domain, request: None
         self.on_broken: Callable[[SimDomain], None] = lambda domain: None
         self.on_idle: Callable[[SimDomain], None] = lambda domain: None
@@ -135,10 +137,9 @@ class Node:
         self.domains[domain.epoch] = domain
         return domain
 
-    def serve(self, domain: SimDomain, side: Side = "old") -> None:
+    def serve(self, domain: SimDomain) -> None:
         self.account()
         domain.state = "serving"
-        self.sides[domain.epoch] = side
 
     def close(self, domain: SimDomain) -> None:
         """Take a domain away; it must be empty."""
@@ -148,7 +149,6 @@ class Node:
         domain.state = "closed"
         self.totals.busy_s += domain.busy_s
         del self.domains[domain.epoch]
-        self.sides.pop(domain.epoch, None)
 
     def hand_over(self, domain: SimDomain) -> None:
         """Move all requests of a domain that has no step in flight to serving ones, with their pages where
@@ -229,9 +229,8 @@ class Node:
         serving = self._serving()
         index = 0
         while index < len(self.waiting) and index <= _MOST_SKIPPED:
-            open_domains = [d for d in serving if d.backlog < self.facts.limits.max_batched_tokens]
             request = self.waiting[index]
-            chosen = self._route(request, open_domains)
+            chosen = self._route(request, serving, self.facts.limits.max_batched_tokens)
             if chosen is not None:
                 del self.waiting[index]
                 chosen.add(request)
@@ -240,7 +239,23 @@ class Node:
             else:
                 index += 1
 
-    def _route(self, request: SimRequest, domains: Sequence[SimDomain]) -> SimDomain | None:
+    def _route(
+        self, request: SimRequest, domains: Sequence[SimDomain], most_backlog: float = math.inf
+    ) -> SimDomain | None:
+        """A domain with room and less than `most_backlog` tokens to prefill, on the request's side of a ramp
+        first."""
+        groups: Sequence[Sequence[SimDomain]] = [domains]
+        if self.ramp is not None:
+            groups = self.ramp.groups(request.id, domains, lambda d: self.fits_when_empty(request, d.tp))
+        for group in groups:
+            chosen = self._pick(request, [domain for domain in group if domain.backlog < most_backlog])
+            if chosen is not None:
+                if self.ramp is not None and chosen in self.ramp.new:
+                    self.ramp = replace(self.ramp, first_due=False)
+                return chosen
+        return None
+
+    def _pick(self, request: SimRequest, domains: Sequence[SimDomain]) -> SimDomain | None:
         if not domains:
             return None
         loads = [self._load(domain, request) for domain in domains]
@@ -255,7 +270,7 @@ class Node:
         chosen = route(need, loads, self.routing)
         if chosen is None:
             return None
-        self.routing = self.routing.after(chosen)
+        self.routing = self.routing.after()
         return self.domains[chosen.epoch]
 
     def _load(self, domain: SimDomain, request: SimRequest) -> DomainLoad:
@@ -271,7 +286,6 @@ class Node:
             step_s=model.decode(rows, max(domain.context_mean, 1.0)).total_s,
             token_s=model.base(most, 1.0).total_s / most,
             backlog_tokens=domain.backlog,
-            side=self.sides.get(domain.epoch, "old"),
         )
 
     def _model(self, tp: int, active_devices: int) -> StepModel:

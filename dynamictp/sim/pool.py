@@ -10,23 +10,20 @@ from itertools import count
 import msgspec
 
 from dynamictp.control.capacity import CostBook
-from dynamictp.control.config import ControlConfig, Slo
+from dynamictp.control.config import ControlConfig
 from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
-from dynamictp.control.reconciler import Observed, Reconciler, target_of
+from dynamictp.control.reconciler import Observed, Reconciler
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason, Running, Waiting
-from dynamictp.control.windows import ArrivalWindow, OutputWindow, RatioWindow
+from dynamictp.control.windows import Stream, TrafficWindows, Who
 from dynamictp.messages import SwitchStatus
 from dynamictp.sim.domain import SimDomain
 from dynamictp.sim.loop import EventLoop
 from dynamictp.sim.node import Faults, Node, SwitchTimes
 from dynamictp.sim.requests import SimRequest
 from dynamictp.sim.switching import Switcher, SwitchRecord
-
-_TPOT_TOKENS = 32
-"""Tokens from which on the TPOT of a running request counts."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +100,7 @@ class SimPool:
         facts = setup.believed or setup.facts
         self.journal = Journal(facts, config, PlannerState())
         self._cost, self._state = CostBook(facts), PlannerState()
-        self._arrivals, self._outputs = ArrivalWindow(0.0), OutputWindow()
-        self._ttft, self._tpot = (RatioWindow(config.feedback_window_s) for _ in range(2))
+        self._traffic = TrafficWindows(0.0, config)
         self._first_seen: set[SimRequest] = set()
         self._timeline = [(0.0, setup.layout)]
         self._decisions: list[Decision] = []
@@ -142,18 +138,19 @@ class SimPool:
     def snapshot(self) -> PoolSnapshot:
         """The pool as the planner sees it."""
         now, switcher = self.loop.now(), self.switcher
-        since = float("-inf") if switcher.last_commit_s is None else switcher.last_commit_s
-        contexts, generated, tpot_running, running = 0.0, 0, [], 0
+        contexts, generated, running = 0.0, 0, 0
+        streams: list[Stream] = []
         for domain in self.node.domains.values():
             running += domain.running
             for request, tokens in domain.decoding():
                 contexts += request.prompt + tokens
                 generated += tokens
-                began = request.first_token_s
-                if tokens >= _TPOT_TOKENS and began is not None and began >= since:
-                    tpot_running.append((now - began) / (tokens - 1) / self._slo(request).tpot_target_s)
+                if request.first_token_s is not None:
+                    streams.append(Stream(_who(request), tokens, request.first_token_s, now))
             for request in domain.requests():
                 self._first_token(request)
+        late = [_who(request) for request in self.node.live() if request.first_token_s is None]
+        seen = self._traffic.view(now, late, streams)
         return PoolSnapshot(
             time_s=now,
             layout=str(switcher.observed),
@@ -165,13 +162,13 @@ class SimPool:
             draining=switcher.draining,
             barred=self.reconciler.bars(),
             last_commit_s=switcher.last_commit_s,
-            arrivals_2s=self._arrivals.view(now, 2.0),
-            arrivals_10s=self._arrivals.view(now, 10.0),
-            outputs=self._outputs.view(now),
-            waiting=self._waiting(now),
+            arrivals_2s=seen.arrivals_2s,
+            arrivals_10s=seen.arrivals_10s,
+            outputs=seen.outputs,
+            waiting=self._waiting(now, seen.worst_ttft_ratio),
             running=Running(running, contexts / running, generated / running) if running else Running(),
-            ttft=self._ttft.view(now, switcher.last_commit_s),
-            tpot=self._tpot.view(now, switcher.last_commit_s, tpot_running),
+            ttft=seen.ttft,
+            tpot=seen.tpot,
             steps=self.node.take_samples(),
         )
 
@@ -180,10 +177,7 @@ class SimPool:
         decision, self._state = decide(snapshot, self._state, self.setup.config, self._cost)
         self.journal.add(snapshot, decision, self._state)
         self._decisions.append(decision)
-        if decision.target is not None:
-            self.reconciler.want(target_of(decision, self.setup.config))
-        elif decision.forced:
-            self.switcher.hurry()
+        self.reconciler.follow(decision, self.setup.config)
         flight = snapshot.switch
         self.reconciler.step(
             Observed(
@@ -197,23 +191,18 @@ class SimPool:
         """A switch ended: the planner decides anew on what is there now, as in the server."""
         mine = status.switch_id == self.reconciler.in_flight
         self.reconciler.on_status(status)
+        if status.outcome == "committed":
+            self._traffic.committed(self.loop.now())
         if mine:
             self.reconciler.want(None)
 
-    def _waiting(self, now: float) -> Waiting:
-        waiting = self.node.waiting
-        unserved = [*waiting, *(r for d in self.node.domains.values() for r in d.requests())]
-        late = [
-            (now - r.arrival_s) / self._slo(r).ttft_target_s(r.prompt)
-            for r in unserved
-            if r.first_token_s is None
-        ]
-        fresh = [r for r in waiting if not r.computed]
+    def _waiting(self, now: float, worst_ttft_ratio: float) -> Waiting:
+        fresh = [r for r in self.node.waiting if not r.computed]
         return Waiting(
             requests=len(fresh),
             prompt_tokens=sum(r.prompt for r in fresh),
             oldest_s=max((now - r.arrival_s for r in fresh), default=0.0),
-            worst_ttft_ratio=max(late, default=0.0),
+            worst_ttft_ratio=worst_ttft_ratio,
             needs_devices=self._needs(),
         )
 
@@ -224,27 +213,26 @@ class SimPool:
         fitting = [next((d for d in degrees if self.node.fits_when_empty(r, d)), 0) for r in stuck]
         return max(fitting, default=0)
 
-    def _slo(self, request: SimRequest) -> Slo:
-        return self.setup.config.slo.of(request.request_class, request.tenant)
-
     def _arrive(self, request: SimRequest) -> None:
-        self._arrivals.add(self.loop.now(), request.prompt)
+        self._traffic.arrived(self.loop.now(), request.prompt)
         self.node.submit(request)
 
     def _first_token(self, request: SimRequest) -> None:
         if request.first_token_s is not None and request not in self._first_seen:
             self._first_seen.add(request)
-            ratio = request.ttft_s / self._slo(request).ttft_target_s(request.prompt)
-            self._ttft.add(request.first_token_s, ratio, request.arrival_s)
+            self._traffic.first_token(request.first_token_s, _who(request))
 
     def _finished(self, domain: SimDomain, request: SimRequest) -> None:
         self._first_token(request)
         self._first_seen.discard(request)
-        self._outputs.add(self.loop.now(), request.output)
-        if request.output > 1 and request.first_token_s is not None:
-            ratio = request.tpot_s / self._slo(request).tpot_target_s
-            self._tpot.add(self.loop.now(), ratio, request.first_token_s)
+        now = self.loop.now()
+        assert request.first_token_s is not None
+        self._traffic.finished(now, Stream(_who(request), request.output, request.first_token_s, now))
         self.switcher.finished(domain, request)
+
+
+def _who(request: SimRequest) -> Who:
+    return Who(request.arrival_s, request.prompt, request.request_class, request.tenant)
 
 
 def _in_time(request: SimRequest, config: ControlConfig) -> bool:

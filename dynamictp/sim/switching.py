@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from dynamictp.control.config import ControlConfig
-from dynamictp.control.route import Ramp
+from dynamictp.control.reconciler import ramp_settings
+from dynamictp.control.route import RampSides
 from dynamictp.control.values import SwitchView
 from dynamictp.control.windows import quantile
 from dynamictp.layout import Layout, LayoutSpec, place
-from dynamictp.messages import CancelSwitch, SetLayout, SwitchStatus
+from dynamictp.messages import CancelSwitch, RampSettings, SetLayout, SwitchStatus
 from dynamictp.sim.domain import SimDomain
 from dynamictp.sim.loop import Event
 from dynamictp.sim.node import Node, SwitchTimes
@@ -87,27 +90,21 @@ class Switcher:
         return tuple(str(d.placed.shape) for d in self.node.domains.values() if d.state == "draining")
 
     def send(self, command: SetLayout | CancelSwitch) -> bool:
-        """A command arrives; it is always heard."""
+        """A command arrives; it is always heard. One that is known makes its switch forced, if it says so."""
         current = self._current
         if isinstance(command, CancelSwitch):
             if current is not None and current.record.id == command.switch_id:
                 self._take_back(current, "cancelled", recompute=False)
         elif current is None:
             self._begin(command)
+        elif current.record.id == command.switch_id and command.forced:
+            self._hurry(current)
         return True
-
-    def hurry(self) -> None:
-        """The switch in flight has become urgent: after a probe its ramp goes to 100 % at once."""
-        switch = self._current
-        if switch is not None and switch.phase == "ramp" and switch.timer is not None:
-            switch.timer.cancel()
-            if self._probe(switch):
-                self._ramp(switch, len(self.config.ramp_steps) - 1)
 
     def finished(self, domain: SimDomain, request: SimRequest) -> None:
         """A request ended: a sample for the latency gate."""
         switch = self._current
-        if switch is None or switch.phase not in {"ramp", "settle"} or request.finished_s is None:
+        if switch is None or switch.phase != "ramp" or request.finished_s is None:
             return
         if request.arrival_s < switch.record.began_s:
             return
@@ -142,6 +139,16 @@ class Switcher:
         delay = self._times.prepare_s if switch.opening else 0.0
         switch.timer = node.loop.after(delay + self._times.commit_s, lambda: self._ready(switch))
 
+    def _hurry(self, switch: _Switch) -> None:
+        """What is left of its ramp is left out. A switch that is not ready yet will have none."""
+        switch.command = msgspec.structs.replace(switch.command, forced=True)
+        if switch.phase == "ramp" and switch.timer is not None:
+            switch.timer.cancel()
+            self._ramp(switch, len(self._settings(switch).shares) + 1)
+
+    def _settings(self, switch: _Switch) -> RampSettings:
+        return switch.command.settings or ramp_settings(self.config)
+
     def _ready(self, switch: _Switch) -> None:
         for domain in switch.reviving:
             self.node.serve(domain)
@@ -159,7 +166,7 @@ class Switcher:
             return
         switch.phase = "ramp"
         for domain in switch.opening:
-            self.node.serve(domain, "new")
+            self.node.serve(domain)
         self._ramp(switch, 0)
 
     def _serve_new(self, switch: _Switch) -> None:
@@ -181,21 +188,25 @@ class Switcher:
         return True
 
     def _ramp(self, switch: _Switch, step: int) -> None:
+        """Step `len(shares)` is the settling; the one after it, the end."""
         if switch is not self._current:
             return
         if self._regressed(switch):
             self._take_back(switch, "rolled_back", recompute=False)
             return
-        shares = self.config.ramp_steps
-        if step == len(shares):
+        settings = self._settings(switch)
+        shares = settings.shares
+        if step > len(shares):
             self._commit(switch)
             return
-        routing = self.node.routing
-        begun = routing.ramp.begun if routing.ramp is not None else False
-        if shares[step] >= 1:
-            switch.phase = "settle"
-        self._set_ramp(Ramp(shares[step], begun))
-        wait = self.config.ramp_observe_s if shares[step] < 1 else self.config.ramp_settle_s
+        before = self.node.ramp
+        self.node.ramp = RampSides(
+            shares[min(step, len(shares) - 1)],
+            frozenset(switch.opening),
+            frozenset(switch.closing),
+            first_due=before is None or before.first_due,
+        )
+        wait = settings.observe_s if step < len(shares) else settings.settle_s
         switch.timer = self.node.loop.after(wait, lambda: self._ramp(switch, step + 1))
         self.node.pump()
 
@@ -208,11 +219,9 @@ class Switcher:
     def _commit(self, switch: _Switch) -> None:
         now = self.node.loop.now()
         self._current = None
-        self._set_ramp(None)
+        self.node.ramp = None
         switch.record.committed_s, switch.record.outcome = now, "committed"
         self.last_commit_s, self.observed = now, switch.target.spec
-        for domain in switch.opening:
-            self.node.sides[domain.epoch] = "old"
         for domain in switch.closing:
             domain.state = "draining"
             self.node.loop.after(self.config.drain_deadline_s, partial(self._deadline, domain))
@@ -244,7 +253,7 @@ class Switcher:
         if switch.timer is not None:
             switch.timer.cancel()
         self._current = None
-        self._set_ramp(None)
+        self.node.ramp = None
         switch.record.outcome = outcome
         for domain in switch.opening:
             domain.abort()
@@ -279,7 +288,3 @@ class Switcher:
     @property
     def _shares_memory(self) -> bool:
         return self.node.facts.device.shared_memory
-
-    def _set_ramp(self, ramp: Ramp | None) -> None:
-        routing = self.node.routing
-        self.node.routing = type(routing)(routing.routed, ramp, routing.long_prompt_tokens)

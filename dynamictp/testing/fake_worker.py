@@ -329,6 +329,17 @@ class FakeCluster:
         self._busy[device] = None
         return self.workers[device]
 
+    def leave(self, device: int, job: Job) -> None:
+        """The device gives a collective up in whose wait it is: its domain was revoked."""
+        if self._busy[device] is job:
+            self._busy[device] = None
+
+    def leave_all(self, device: int) -> None:
+        """The device drops its domains and whatever it was told: its engine is gone."""
+        self._queues[device].clear()
+        self._busy[device] = None
+        self.workers[device].domains.clear()
+
     def _at_head(self, device: int, body: StepPlan | ProveDomain) -> bool:
         if self._busy[device] is not None or not self._queues[device]:
             return False

@@ -1,8 +1,8 @@
 """Random faults on a real server: `python -m dynamictp.testing.faults --faults 100`.
 
-Streams run and the layout changes all the time while workers and the engine are killed, stopped, or made to
-raise in a step. Every stream must bring the bits of a quiet run. A run is given by its seed, as far as the
-machine's timing lets it.
+Streams run and the layout changes all the time, by hand (with ramps and without) or by the planner, and
+devices are leased, while workers and the engine are killed, stopped, or made to raise in a step. Every stream
+must bring the bits of a quiet run. A run is given by its seed, as far as the machine's timing lets it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import httpx
 
 from dynamictp.testing.gate import LAYOUTS, GateReport, GateRequest, Stream, make_requests
 from dynamictp.testing.gate_http import Progress, client_of, play, reference_streams, wait_quiet
+from dynamictp.testing.quick_planner import config_files
 from dynamictp.testing.server_process import ServerProcess
 
 STREAMS = 16
@@ -46,6 +47,9 @@ KINDS = {
     "kill spare": 1,
 }
 """Kinds of fault, and how often each comes."""
+RAMPED = 0.4
+PLANNED = 0.2
+"""Shares of the switches by hand, and of those that hand the layout to the planner."""
 LEAVING = 0.1
 """Share of the clients that go away in mid-stream."""
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1, "loop": signal.SIGUSR2}
@@ -64,6 +68,7 @@ class FaultReport:
     """After each fault: the longest time in which no stream at all brought a token."""
     quiet_s: float = 0.0
     """Longest pause of a stream before the first fault: what the machine's load alone does."""
+    leases: int = 0
     switches_failed: int = 0
     """Switches that a fault took back."""
 
@@ -79,7 +84,7 @@ class FaultReport:
         ]
         return (
             *self.gate.lines(),
-            f"{self.faults} faults, {self.switches_failed} switches taken back",
+            f"{self.faults} faults, {self.switches_failed} switches taken back, {self.leases} leases",
             f"tokens flow again: P50 {_percentile(self.silence_s, 50):.2f} s, "
             f"P99 {_percentile(self.silence_s, 99):.2f} s",
             f"longest pause of a stream: P50 {_percentile(every, 50):.2f} s, "
@@ -165,7 +170,10 @@ class _Disturber:
         """Strikes whose effect is to be awaited: process, what was done to it, steps failed before."""
 
     async def run(self, faults: int, progress: Progress) -> None:
-        switching = asyncio.create_task(self._switch_all_the_time())
+        operators = [
+            asyncio.create_task(self._switch_all_the_time()),
+            asyncio.create_task(self._lease_all_the_time()),
+        ]
         try:
             await asyncio.sleep(WARM_S)
             self._clients.watch()
@@ -175,8 +183,12 @@ class _Disturber:
                 await asyncio.sleep(self._rng.uniform(0.0, 1.5))
                 progress(await self._fault())
         finally:
-            switching.cancel()
-            await asyncio.gather(switching, return_exceptions=True)
+            for operator in operators:
+                operator.cancel()
+            await asyncio.gather(*operators, return_exceptions=True)
+            # Streams that are left may need every device.
+            for lent in (await self._admin.get("/admin/leases")).json()["leases"]:
+                await self._admin.delete(f"/admin/leases/{lent['id']}")
 
     async def _fault(self) -> str:
         """One fault, or now and then two at once; returns when every stream goes on, what happened."""
@@ -264,18 +276,38 @@ class _Disturber:
                 "layout": rng.choice(LAYOUTS),
                 "wait": rng.choice(("none", "commit", "closed")),
                 "drain_deadline_s": rng.choice((0.0, 0.0, 0.5)),
+                "ramp": rng.random() < RAMPED,
             }
+            if rng.random() < PLANNED:
+                body = {"layout": "auto"}
             response = await self._admin.put("/admin/layout", json=body)
             gate = self._report.gate
             match response.status_code:
                 case 200 | 202:
                     gate.switches += 1
+                    phases = response.json()["switch"]["phases_ms"]
+                    gate.ramped += body.get("ramp", False) and phases.get("ramp", 0.0) > 0.0
                 case 409:
                     gate.refused += 1
                 case 500 | 503 | 504:
                     self._report.switches_failed += 1
                 case status:
                     gate.faults.append(f"switch to {body}: status {status} {response.text[:300]}")
+
+    async def _lease_all_the_time(self) -> None:
+        """Devices are lent for some seconds, as far as there are free ones; some leases are forgotten."""
+        rng, admin = random.Random(self._report.gate.seed + 4), self._admin
+        while True:
+            await asyncio.sleep(rng.uniform(0.5, 3.0))
+            asked = {"devices": 1, "notice_s": 1, "grace_s": 1, "wait_s": 2}
+            response = await admin.post("/admin/leases", json=asked)
+            if response.status_code == 201:
+                self._report.leases += 1
+                await asyncio.sleep(rng.uniform(0.5, 4.0))
+                if rng.random() < 0.9:
+                    await admin.delete(f"/admin/leases/{response.json()['id']}")
+            elif response.status_code not in (409, 503):
+                self._report.gate.faults.append(f"lease: status {response.status_code} {response.text[:300]}")
 
     async def _worker_pids(self) -> list[int]:
         layout = (await self._admin.get("/admin/layout")).json()
@@ -302,12 +334,15 @@ async def run_faults(
 ) -> FaultReport:
     """Reference on the quiet server, then the disturbed run on the same one."""
     report = FaultReport(GateReport(seed))
-    arguments = ("serve", "demo", "--devices", str(DEVICES), "--layout", "tp1", "--kv-memory", "96MiB")
+    arguments = ("serve", "demo", "--devices", str(DEVICES), "--layout", "tp1", "--kv-memory", "128MiB")
     # However long a recovery takes: nobody may be refused.
     patient = ("--max-wait-s", "0", "--crash-budget", "100000")
     environment = {"DYNAMICTP_CHECK": "1", "DYNAMICTP_FAULT": "signal"}
     with (
-        ServerProcess(*arguments, *patient, environment=environment) as server,
+        config_files() as folder,
+        ServerProcess(
+            *arguments, *patient, "--config", f"{folder}/planner.yaml", environment=environment
+        ) as server,
         _keeping_output(server, server_log),
     ):
         requests = make_requests(seed, distinct, 49_152, longest_prompt=300, longest_output=120)

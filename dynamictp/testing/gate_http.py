@@ -35,9 +35,11 @@ WARM_SWITCHES = 200
 _TIMEOUT = httpx.Timeout(300.0, connect=10.0)
 
 
-def client_of(url: str) -> httpx.AsyncClient:
+def client_of(url: str, key: str = "") -> httpx.AsyncClient:
     """A client for many long streams."""
-    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=httpx.Limits(max_connections=200))
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=200)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits)
 
 
 async def play(
@@ -89,10 +91,12 @@ def _take(stream: Stream, chunk: dict[str, Any]) -> None:
         stream.handovers, stream.recomputes = served["handovers"], served["recomputes"]
 
 
-async def reference_streams(url: str, requests: Sequence[GateRequest]) -> list[Stream]:
+async def reference_streams(
+    url: str, requests: Sequence[GateRequest], key: str = "", *, at_once: int = 8
+) -> list[Stream]:
     """Every request on an undisturbed server, a few at a time."""
-    limit = asyncio.Semaphore(8)
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as client:
+    limit = asyncio.Semaphore(at_once)
+    async with client_of(url, key) as client:
 
         async def one(request: GateRequest) -> Stream:
             async with limit:
@@ -226,17 +230,23 @@ async def run_gate(
     return replace(report)
 
 
-async def come_to_rest(url: str) -> None:
-    """Layout `tp1`, then quiet: an open domain has buffers, so only equal layouts have equal memory."""
-    async with client_of(url) as client:
-        response = await client.put("/admin/layout", json={"layout": "tp1@0", "wait": "closed"})
-        response.raise_for_status()
-    await wait_quiet(url)
+async def come_to_rest(url: str, admin_key: str = "") -> None:
+    """A new domain `tp1@0`, then quiet.
+
+    An open domain has buffers, whose memory is there as far as its largest step reached: only domains
+    that have not run compare.
+    """
+    await wait_quiet(url, admin_key)
+    async with client_of(url, admin_key) as client:
+        for layout in ("tp1@1", "tp1@0"):
+            response = await client.put("/admin/layout", json={"layout": layout, "wait": "closed"})
+            response.raise_for_status()
+    await wait_quiet(url, admin_key)
 
 
-async def wait_quiet(url: str) -> None:
+async def wait_quiet(url: str, admin_key: str = "") -> None:
     """Wait until nothing runs, every old domain is closed and no page is in use."""
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as client:
+    async with client_of(url, admin_key) as client:
         for _ in range(600):
             layout = (await client.get("/admin/layout")).json()
             states = {domain["state"] for domain in layout["domains"]}

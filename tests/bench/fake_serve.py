@@ -30,6 +30,9 @@ class FakeServe:
                 await peer.json({"prompt": " ".join(map(str, peer.body["tokens"]))})  # type: ignore[call-overload]
             case "GET", "/admin/layout":
                 await peer.json({"mode": "static", "pinned": False, "observed": self.layout})
+            case "GET", path if path.startswith("/admin/switches/"):
+                number = int(path.removeprefix("/admin/switches/s"))
+                await peer.json({"switch": {"id": f"s{number}", "first_admitted_ms": 100.0 + number}})
             case "PUT", "/admin/layout":
                 await peer.json({"switch": self._switch_to(str(peer.body["layout"]))})
             case "POST", "/v1/completions" | "/v1/chat/completions":
@@ -41,7 +44,8 @@ class FakeServe:
         before, self.layout = self.layout, layout
         self.layouts.append(layout)
         outcome = "noop" if before == layout else "closed"
-        return {"id": "s", "from": before, "to": layout, "outcome": outcome, "phases_ms": {"commit": 0.5}}
+        ident = f"s{len(self.layouts)}"
+        return {"id": ident, "from": before, "to": layout, "outcome": outcome, "phases_ms": {"commit": 0.5}}
 
     async def _stream(self, peer: Peer) -> None:
         await peer.head(x_dynamictp_tp="1")

@@ -100,6 +100,7 @@ async def test_a_switch_as_the_server_reports_it() -> None:
         assert (peer.method, peer.path) == ("PUT", "/admin/layout")
         phases = {"prepare_views": 1.5, "commit": 0.25, "ramp": None}
         switch = {"id": "s1", "from": "tp1", "to": "tp2", "outcome": "closed", "phases_ms": phases}
+        switch |= {"began_at": 100.0, "committed_at": 100.125, "ended_at": 100.2, "first_admitted_ms": None}
         await peer.json({"switch": switch | {"handovers": 3, "recomputes": 0, "weight_bytes_copied": 0}})
 
     async with scripted(script) as server, Admin(server.url, clock=clock, key="k") as admin:
@@ -107,6 +108,7 @@ async def test_a_switch_as_the_server_reports_it() -> None:
     assert (switch.before, switch.after, switch.outcome, switch.handovers) == ("tp1", "tp2", "closed", 3)
     assert switch.phases_ms == {"prepare_views": 1.5, "commit": 0.25}
     assert (switch.started_s, switch.ended_s) == (5.0, 5.25)
+    assert (switch.id, switch.committed_ms, switch.first_admitted_ms) == ("s1", 125.0, None)
     assert server.requests[0].body == {"layout": "tp2", "wait": "closed"}
     assert server.requests[0].headers["authorization"] == "bearer k"
 

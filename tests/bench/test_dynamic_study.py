@@ -11,8 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from dynamictp.bench.dynamic import study as study_module
 from dynamictp.bench.dynamic.job import Progress, read_progress
+from dynamictp.bench.dynamic.kept import open_kept, save_kept
 from dynamictp.bench.dynamic.outcome import Outcome, Study
 from dynamictp.bench.dynamic.phases import (
     PhaseFigures,
@@ -24,13 +27,14 @@ from dynamictp.bench.dynamic.phases import (
     phase_figures,
     study_run,
 )
-from dynamictp.bench.dynamic.study import SLO, parse_options
+from dynamictp.bench.dynamic.study import SLO, parse_options, run_study
 from dynamictp.bench.dynamic.tables import markdown
 from dynamictp.bench.machine import MemoryState
 from dynamictp.bench.record import ClientFacts, LayoutSample, Run, ServerFacts
 from dynamictp.bench.result import Failure, FailureKind, Result
 from dynamictp.bench.schedule import Request
 from dynamictp.bench.workload import arrivals
+from dynamictp.errors import ConfigError
 
 PHASES = low_burst_low(100.0, 1.0, 4.0)
 
@@ -158,7 +162,44 @@ def test_the_job_works_until_it_is_told_to_leave(tmp_path: Path) -> None:
     assert set(seen[0].cores) <= os.sched_getaffinity(0)
 
 
-def test_options() -> None:
-    study, json_path, report = parse_options(["--seeds", "2", "--first-seed", "5", "--json", "x.json"])
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    study, given = parse_options(["--seeds", "2", "--first-seed", "5", "--json", "x.json"])
     assert study.seeds == (5, 6)
-    assert (json_path, report) == (Path("x.json"), None)
+    assert (given.json, given.markdown, given.keep) == (Path("x.json"), None, None)
+    with pytest.raises(SystemExit):
+        parse_options(["--most", "1"])
+    assert "--keep" in capsys.readouterr().err
+
+
+def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[tuple[int, str]] = []
+
+    def play(label: str, seed: int, study: Study, console: Console) -> StudyRun:
+        played.append((seed, label))
+        return replace(RUNS[0], label=label, seed=seed)
+
+    monkeypatch.setattr(study_module, "measure_capacity", lambda study, console: 2.0)
+    monkeypatch.setattr(study_module, "run_configuration", play)
+    console, file = Console(quiet=True), tmp_path / "kept"
+    study = Study((0, 1), 100.0, 0.5, "chat-rag", 20.0, 3.0)
+    first = run_study(study, console, file, most=3)
+    assert first.study.capacity_per_s == 2.0
+    assert len(first.runs) == 3
+    monkeypatch.setattr(study_module, "measure_capacity", None)
+    whole = run_study(study, console, file)
+    assert played == [(seed, label) for seed in (0, 1) for label in ("tp1", "tp2", "tp1+tp1", "dynamic")]
+    assert [(run.seed, run.label) for run in whole.runs] == played
+    assert whole.runs[:3] == first.runs
+
+
+@pytest.mark.parametrize("change", [{"scale": 1.0}, {"capacity_per_s": 3.0}, {"shrink_after_s": 300.0}])
+def test_another_study_does_not_go_on_in_the_same_file(tmp_path: Path, change: dict[str, float]) -> None:
+    study = Study((0,), 100.0, 0.5, "chat-rag", 20.0, 3.0, 2.0)
+    file = tmp_path / "kept"
+    save_kept(file, open_kept(file, study))
+    assert open_kept(file, replace(study, capacity_per_s=0.0, seeds=(0, 1))).study.seeds == (0, 1)
+    with pytest.raises(ConfigError, match=r"another study|capacity"):
+        open_kept(file, replace(study, **change))  # type: ignore[arg-type]
+    file.write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="no kept study"):
+        open_kept(file, study)

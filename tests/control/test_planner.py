@@ -118,13 +118,10 @@ def test_few_samples_say_nothing_and_p90_stands_for_p99() -> None:
         assert planner.see(*(snapshot(60 + i / 2, 1.5, tpot=digest) for i in range(3))).target is None
 
 
-def test_waiting_requests_are_censored_samples_since_the_commit() -> None:
+def test_waiting_requests_are_censored_samples() -> None:
     stuck = Waiting(1, 100, 30.0, 15.0)
     planner = calm()
     assert planner.see(*(snapshot(60 + i / 2, 1.5, waiting=stuck) for i in range(2))).target == "tp2"
-    planner = calm()
-    seen = [snapshot(60 + i / 2, 1.5, waiting=stuck, last_commit_s=60.0) for i in range(2)]
-    assert planner.see(*seen).target is None, "they waited before the commit"
 
 
 def test_what_would_not_help_is_not_done() -> None:
@@ -265,6 +262,30 @@ def test_two_narrow_domains_become_one_wide_one_after_half_a_minute() -> None:
     assert decision.figures["gain"] >= 0.15
 
 
+def test_a_missed_latency_moves_sideways_only_when_the_gain_has_lasted() -> None:
+    """No growth: not forced, and the interval since the last commit binds it."""
+    planner = calm(layout="tp1+tp1", last_commit_s=-60.0)
+    missing = [
+        snapshot(60 + i / 2, 1.5, "tp1+tp1", tpot=BAD, last_commit_s=59.0 if i < 61 else 85.0)
+        for i in range(70)
+    ]
+    decisions = planner.all(*missing[:61])
+    assert all(d.target is None for d in decisions[:-1])
+    assert (decisions[-1].time_s, decisions[-1].target, decisions[-1].forced) == (90.0, "tp2", False)
+    assert decisions[-1].reason is Reason.SIDEWAYS
+    again = planner.all(*missing[61:])
+    assert all(d.target is None for d in again), "a commit begins it anew"
+
+
+def test_more_devices_mend_a_latency_before_another_shape_does() -> None:
+    planner = Planner(gpu=True)
+    values = {"legal": GPU_LEGAL, "devices_total": 8, "devices_available": 8}
+    planner.see(*steady(60, 0.5, "tp2+tp2", **values))
+    decision = planner.see(*(snapshot(60 + i / 2, 0.5, "tp2+tp2", tpot=BAD, **values) for i in range(2)))
+    assert (decision.reason, decision.forced) == (Reason.GROW_FEEDBACK, True)
+    assert decision.devices > 4
+
+
 def test_objectives_choose_differently() -> None:
     fast = Planner(config(objective="latency"))
     assert fast.see(*steady(30.5, 0.5)).target == "tp2", "devices are not saved"
@@ -283,11 +304,33 @@ def test_bounds_are_kept() -> None:
 def test_calibration_changes_the_verdict_and_pegged_is_an_alarm() -> None:
     planner = calm()
     model = planner.cost.steps(1, 1)
-    slow = [StepSample(1, 6 * model.decode(4, 130.0).total_s, 4, 130.0) for _ in range(12)]
-    decision = planner.see(snapshot(60, 1.5, steps=tuple(slow)))
-    assert Alarm.CALIBRATION_PEGGED in decision.alarms
+    slow = StepSample(1, 6 * model.decode(4, 130.0).total_s, 4, 130.0)
+    decision = planner.see(snapshot(60, 1.5, steps=(slow,) * 12))
     assert decision.figures["load"] > 0.9
-    assert decision.target == "tp2"
+    assert (decision.target, decision.alarms) == ("tp2", ()), "a second of noise is no wrong description"
+    decision = planner.see(snapshot(60.5, 1.5, steps=(slow,) * 19))
+    assert decision.alarms == (Alarm.CALIBRATION_PEGGED,)
+    assert planner.see(snapshot(61, 1.5, "tp2")).alarms == (), "tp1 does not run any more"
+    honest = StepSample(1, model.decode(4, 130.0).total_s, 4, 130.0)
+    for tick in range(8):
+        decision = planner.see(snapshot(61.5 + tick / 2, 1.5, steps=(honest,) * 4))
+    assert decision.alarms == ()
+
+
+def test_steps_beside_other_domains_teach_nothing() -> None:
+    planner = calm()
+    model = planner.cost.steps(1, 1)
+    seconds = 6 * model.decode(4, 130.0).total_s
+    crowded = StepSample(1, seconds, 4, 130.0, exclusive=False)
+    decision = planner.see(snapshot(60, 1.5, steps=(crowded,) * 40))
+    assert (planner.state.online.ratios, decision.alarms) == ((), ())
+
+
+def test_a_latency_near_its_target_that_nothing_mends_is_no_alarm_yet() -> None:
+    near = Digest(200, 0.5, 0.7, 0.9)
+    planner = calm(layout="tp2")
+    decision = planner.see(*(snapshot(60 + i / 2, 1.5, "tp2", tpot=near) for i in range(3)))
+    assert (decision.reason, decision.alarms) == (Reason.SLO_INFEASIBLE, ())
 
 
 def test_no_traffic_at_all() -> None:

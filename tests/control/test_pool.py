@@ -47,6 +47,17 @@ def test_a_refused_lease_says_what_is_reserved() -> None:
         lend(pool)
 
 
+def test_a_reservation_lapses_though_nobody_has_a_lease() -> None:
+    pool, clock = make(2)
+    pool.observe({0})
+    pool.reserve(2, hold_s=3.0)
+    clock.advance(2.9)
+    assert pool.states()[1] is DeviceState.RESERVED
+    clock.advance(0.1)
+    assert (pool.states()[1], pool.free) == (DeviceState.STANDBY, (1,))
+    lend(pool)
+
+
 def test_a_lease_that_is_not_renewed_is_lost() -> None:
     pool, clock = make()
     lease = lend(pool)

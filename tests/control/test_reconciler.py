@@ -5,10 +5,22 @@ from __future__ import annotations
 import random
 from itertools import count, pairwise
 
+import msgspec
 import pytest
 
 from dynamictp.clock import ManualClock
-from dynamictp.control.reconciler import AGAIN_S, Observed, Reconciler, Target, reached
+from dynamictp.control.config import ControlConfig
+from dynamictp.control.reconciler import (
+    AGAIN_S,
+    PROBE_ONLY,
+    Observed,
+    Reconciler,
+    Target,
+    ramp_settings,
+    reached,
+    target_of,
+)
+from dynamictp.control.values import Decision, Reason
 from dynamictp.messages import CancelSwitch, SetLayout, SwitchStatus
 
 
@@ -94,6 +106,47 @@ def test_a_lost_command_is_sent_again_under_its_id(
     clock.advance(AGAIN_S)
     loop.step(engine.observed())
     assert [command.switch_id for command in engine.sent] == ["s1", "s1"]
+
+
+def decision(target: str | None, reason: Reason, *, forced: bool = False) -> Decision:
+    return Decision(0.0, target, reason, target or "tp2", reason, 1, forced=forced)
+
+
+def test_a_switch_that_becomes_urgent_is_commanded_again(
+    loop: Reconciler, engine: Engine, clock: ManualClock
+) -> None:
+    loop.follow(decision(None, Reason.IN_FLIGHT, forced=True), ControlConfig())
+    loop.step(engine.observed())
+    assert not engine.sent, "there is nothing to hurry"
+    loop.follow(decision("tp2", Reason.GROW_PREDICTED), ControlConfig())
+    loop.step(engine.observed())
+    command = engine.sent[0]
+    assert isinstance(command, SetLayout)
+    assert (command.ramp, command.forced) == (True, False)
+    loop.on_status(engine.begin(command))
+    loop.follow(decision(None, Reason.IN_FLIGHT), ControlConfig())
+    loop.step(engine.observed())
+    assert len(engine.sent) == 1
+    engine.reachable = False
+    loop.follow(decision(None, Reason.IN_FLIGHT, forced=True), ControlConfig())
+    loop.step(engine.observed())
+    engine.reachable = True
+    loop.step(engine.observed())
+    loop.step(engine.observed())
+    assert engine.sent[1:] == [msgspec.structs.replace(command, forced=True)]
+    loop.on_status(engine.status(""))
+    clock.advance(AGAIN_S)
+    loop.step(engine.observed())
+    assert len(engine.sent) == 2
+    loop.on_status(engine.end("committed"))
+    assert loop.in_flight == ""
+
+
+def test_a_shrink_has_a_shadow_probe_and_no_ramp() -> None:
+    shrink = target_of(decision("tp1", Reason.SHRINK), ControlConfig())
+    assert (shrink.ramp, shrink.forced, shrink.settings) == (True, False, PROBE_ONLY)
+    sideways = target_of(decision("tp1+tp1", Reason.SIDEWAYS), ControlConfig())
+    assert (sideways.ramp, sideways.settings) == (True, ramp_settings(ControlConfig()))
 
 
 def test_another_target_takes_the_switch_back_first(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dynamictp.control.route import DomainLoad, Ramp, RequestNeed, RouteState, Side, ramp_side, route
+from dynamictp.control.route import DomainLoad, RampSides, RequestNeed, RouteState, ramp_side, route
 
 
-def domain(epoch: int, devices: int, *, running: int = 0, backlog: int = 0, side: Side = "old") -> DomainLoad:
+def domain(epoch: int, devices: int, *, running: int = 0, backlog: int = 0) -> DomainLoad:
     """Steps take 10 ms on one device and less on more; a prompt token 1 ms ÷ devices."""
     return DomainLoad(
         epoch,
@@ -18,7 +18,6 @@ def domain(epoch: int, devices: int, *, running: int = 0, backlog: int = 0, side
         step_s=0.010 / devices**0.5 * (1 + 0.02 * running),
         token_s=1e-3 / devices,
         backlog_tokens=backlog,
-        side=side,
     )
 
 
@@ -63,7 +62,7 @@ def test_among_equals_the_queue_decides_then_turns() -> None:
         found = route(request(), idle, state)
         assert found is not None
         chosen.append(found.epoch)
-        state = state.after(found)
+        state = state.after()
     assert chosen == [1, 2, 1, 2]
 
 
@@ -78,17 +77,19 @@ def test_no_room_means_no_domain() -> None:
     assert epoch(RequestNeed([]), []) is None
 
 
+def groups(sides: RampSides[str], name: str = "r", holding: str = "old new kept") -> list[list[str]]:
+    return sides.groups(name, ["old", "new", "kept"], lambda domain: domain in holding)
+
+
+def ramp(share: float, **values: bool) -> RampSides[str]:
+    return RampSides(share, {"new"}, {"old"}, **values)
+
+
 def test_the_first_request_of_a_ramp_goes_to_the_new_side_then_a_share_does() -> None:
-    sides = [domain(1, 1), domain(2, 2, side="new")]
-    state = RouteState(ramp=Ramp(0.1))
-    new = 0
-    for number in range(1000):
-        found = route(request(name=f"req-{number}"), sides, state)
-        assert found is not None
-        assert number or found.side == "new"
-        new += found.side == "new"
-        state = state.after(found)
-    assert 70 <= new <= 130
+    assert all(groups(ramp(0.1, first_due=True), f"req-{n}")[0] == ["new"] for n in range(100))
+    first = [groups(ramp(0.1), f"req-{n}")[0] for n in range(1000)]
+    assert 70 <= first.count(["new"]) <= 130
+    assert all(side in (["new"], ["old", "kept"]) for side in first)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
@@ -100,9 +101,11 @@ def test_a_request_on_the_new_side_stays_there_as_the_share_grows(share: float) 
     assert all(ramp_side(name, 1.0) == "new" for name in ids)
 
 
-def test_a_side_without_room_does_not_hold_a_request_back() -> None:
-    sides = [domain(1, 1), domain(2, 2, running=8, side="new")]
-    found = route(request(), sides, RouteState(ramp=Ramp(1.0, begun=True)))
-    assert found is not None
-    assert found.epoch == 1
-    assert RouteState(ramp=Ramp(1.0)).after(found).ramp == Ramp(1.0), "the ramp has not begun"
+def test_a_side_without_room_leaves_the_request_to_the_other_one() -> None:
+    assert groups(ramp(0.1, first_due=True)) == [["new"], ["old", "kept"]]
+    assert groups(ramp(0.1, probing=True), "req-1") == [["old", "kept"]], "the new side gets nothing yet"
+
+
+def test_at_the_whole_share_those_that_retire_take_only_what_no_other_can_hold() -> None:
+    assert groups(ramp(1.0)) == [["new", "kept"]]
+    assert groups(ramp(1.0), holding="old") == [["new", "kept"], ["old"]]

@@ -6,6 +6,7 @@ Real time is not measured anywhere; every run is deterministic.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -142,6 +143,18 @@ def test_hovering_at_the_crossing_of_two_shapes() -> None:
     assert len(outcome.switches) <= 3
     sideways = [d for d in outcome.decisions if d.target and d.reason is Reason.SIDEWAYS]
     assert all(d.figures["gain"] >= 0.15 for d in sideways if not d.forced)
+
+
+def test_an_overload_after_a_growth_does_not_swing_between_two_shapes() -> None:
+    """Whatever is missed meanwhile: a shape must be better for half a minute since the last commit."""
+    requests = traffic("steps:0=0.5,60=9", 200, prompt=(1000, 2000), output=(200, 400), seed=0)
+    outcome = simulate(gpu_setup("tp4"), requests, 200)
+    assert moves(outcome)[0] == ("tp8", "committed")
+    assert len(outcome.switches) <= 2
+    assert all(
+        not move.forced and move.began_s >= 30 + (last.committed_s or 0)
+        for last, move in pairwise(outcome.switches)
+    )
 
 
 @pytest.mark.parametrize("slo", [{"tpot_p99_ms": 1.0}, {"ttft_p99_s": 0.002}])

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamictp.control.config import build_control
 from dynamictp.control.traffic import Demand, TrafficState, demand, observe
-from dynamictp.control.values import Arrivals, Outputs, PoolSnapshot, Running, Waiting
-from dynamictp.control.windows import ArrivalWindow, OutputWindow, RatioWindow, quantile
+from dynamictp.control.values import Arrivals, Digest, Outputs, PoolSnapshot, Running, Waiting
+from dynamictp.control.windows import ArrivalWindow, OutputWindow, Stream, TrafficWindows, Who, quantile
 from tests.control.pools import CPU_LEGAL, config
 
 
@@ -126,16 +127,72 @@ def test_output_window_keeps_a_few_old_ones() -> None:
     assert window.view(1000.0).tokens_mean == pytest.approx(89.5)
 
 
+def windows(**values: Any) -> TrafficWindows:
+    return TrafficWindows(0.0, build_control({"slo": {"ttft_p99_s": 2.0, "tpot_p99_ms": 100.0}, **values}))
+
+
 def test_ratios_of_before_the_commit_and_old_ones_do_not_count() -> None:
-    window = RatioWindow(60.0)
-    window.add(10.0, 5.0, 1.0)
-    window.add(20.0, 1.0, 12.0)
-    window.add(21.0, 2.0, 13.0)
-    assert window.view(30.0, None).count == 3
-    digest = window.view(30.0, 12.0, [3.0])
-    assert (digest.count, digest.p50, digest.p99) == (3, 2.0, 3.0)
-    assert window.view(80.5, None).count == 1
-    assert window.view(200.0, None).count == 0
+    seen = windows()
+    seen.first_token(10.0, Who(0.0, 5))
+    seen.first_token(20.0, Who(18.0, 5))
+    assert seen.view(30.0, (), ()).ttft.count == 2
+    seen.committed(18.0)
+    assert seen.view(30.0, (), ()).ttft == Digest(1, 1.0, 1.0, 1.0)
+    seen.committed(19.0)
+    assert seen.view(30.0, (), ()).ttft.count == 0, "it arrived before the commit"
+    seen.first_token(25.0, Who(21.0, 5))
+    assert seen.view(84.9, (), ()).ttft.p99 == 2.0
+    assert seen.view(85.0, (), ()).ttft.count == 0, "feedback_window_s"
+
+
+def test_a_stream_counts_by_its_first_token_and_running_ones_from_32_tokens_on() -> None:
+    seen = windows()
+    seen.committed(10.0)
+    who = Who(9.0, 5)
+    seen.finished(12.0, Stream(who, 11, 9.5, 12.0))
+    seen.finished(13.0, Stream(who, 11, 10.5, 12.5))
+    seen.finished(13.0, Stream(who, 1, 12.9, 12.9))
+    assert seen.view(14.0, (), ()).outputs.requests == 3
+    assert seen.view(14.0, (), ()).tpot == Digest(1, 2.0, 2.0, 2.0)
+    running = [Stream(who, 32, 11.0, 14.1), Stream(who, 31, 11.0, 14.0), Stream(who, 40, 9.0, 14.0)]
+    digest = seen.view(14.1, (), running).tpot
+    assert (digest.count, digest.p50) == (2, pytest.approx(1.0))
+
+
+def test_each_request_is_measured_against_its_own_targets() -> None:
+    seen = windows(
+        slo={
+            "ttft_p99_s": 2.0,
+            "ttft_per_token_ms": 10.0,
+            "tpot_p99_ms": 100.0,
+            "classes": {"long": {"ttft_p99_s": 10.0}},
+            "tenants": {"batch": {"ttft_p99_s": 50.0, "tpot_p99_ms": 500.0}},
+        }
+    )
+    kinds = [Who(0.0, 100), Who(0.0, 1000, "long"), Who(0.0, 1000, "long", "batch")]
+    assert [seen.view(6.0, [who], ()).worst_ttft_ratio for who in kinds] == [2.0, 0.3, 0.1]
+    for who in kinds:
+        seen.first_token(6.0, who)
+        seen.finished(7.0, Stream(who, 11, 6.0, 7.0))
+    digests = seen.view(7.0, (), ())
+    assert (digests.ttft.p50, digests.ttft.p99) == (0.3, 2.0)
+    assert (digests.tpot.count, digests.tpot.p50) == (3, 1.0)
+
+
+def test_those_who_wait_count_with_the_time_since_the_commit() -> None:
+    seen = windows()
+    waiting = [Who(0.0, 5), Who(28.0, 5)]
+    assert seen.view(30.0, waiting, ()).worst_ttft_ratio == 15.0
+    seen.committed(29.0)
+    assert seen.view(30.0, waiting, ()).worst_ttft_ratio == 0.5
+
+
+def test_a_replaced_configuration_holds_from_the_next_sample_on() -> None:
+    seen = windows()
+    seen.first_token(2.0, Who(0.0, 5))
+    seen.config = build_control({"slo": {"ttft_p99_s": 4.0}})
+    seen.first_token(2.0, Who(0.0, 5))
+    assert (seen.view(3.0, (), ()).ttft.p50, seen.view(3.0, (), ()).ttft.p99) == (0.5, 1.0)
 
 
 def test_quantile_is_the_nearest_rank() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
+import msgspec
+
 from dynamictp.clock import ManualClock
 from dynamictp.engine.core import EngineCore
 from dynamictp.facts import ModelFacts, RopeFacts
@@ -19,7 +21,9 @@ from dynamictp.messages import (
     CancelRequest,
     EngineReady,
     EngineStart,
+    FirstAdmission,
     Outputs,
+    ProveDomain,
     SamplingParams,
     SetLayout,
     Snapshot,
@@ -42,6 +46,8 @@ VOCAB = 50
 HEADS = 2
 PAGE = 4
 TERMINAL = {"closed", "noop", "failed", "cancelled", "rolled_back"}
+STOPPED_S = 1.0
+"""After so long the supervisor kills a worker that is stopped."""
 
 FACTS = ModelFacts(
     family="llama", layers=2, hidden=144, query_heads=8, kv_heads=HEADS, head_dim=16, intermediate=288,
@@ -118,8 +124,11 @@ class Simulation:
         self.cluster = FakeCluster(start.devices, FakeArena(pages, PAGE, HEADS), VOCAB)
         self.streams: dict[str, Stream] = {}
         self.statuses: dict[str, SwitchStatus] = {}
+        self.first_admitted_ms: dict[str, float] = {}
         self.ready: EngineReady | None = None
         self.snapshot: Snapshot | None = None
+        self.layout = start.layout
+        """The last committed one, as the server knows it."""
         self.lost: list[WorkerLost] = []
         self.plans: list[StepPlan] = []
         self.outcomes: list[str] = []
@@ -133,6 +142,7 @@ class Simulation:
         self._order = count()
         self._names = count()
         self._last_delivery: dict[tuple[str, int], float] = {}
+        self._stopped: set[int] = set()
         for device, worker in enumerate(self.cluster.workers):
             self.from_worker(device, WorkerHello(device, worker.incarnation, 1))
 
@@ -287,12 +297,52 @@ class Simulation:
         hello = WorkerHello(device, worker.incarnation, 1)
         self.at(0.01, lambda: self.from_worker(device, hello))
 
+    def stop_worker(self, device: int) -> None:
+        """A worker is stopped in whatever it does, until the supervisor kills it: it may write pages of its
+        step until then. Its peers leave a step once the domain is revoked."""
+        self._stopped.add(device)
+
+        def kill() -> None:
+            self._stopped.discard(device)
+            self.kill(device)
+
+        self.at(STOPPED_S, kill)
+
+    def restart_engine(self) -> None:
+        """The engine dies; the next one gets the last committed layout, workers that drop their domains and
+        greet it, and every live request."""
+        core = self.core
+        start = msgspec.structs.replace(
+            core.start,
+            incarnation=core.start.incarnation + 1,
+            layout=self.layout,
+            workers=tuple(worker.incarnation for worker in self.cluster.workers),
+        )
+        for switch_id, status in self.statuses.items():
+            ended = {"": "failed", "committed": "closed"}.get(status.outcome)
+            if ended is not None:
+                self.statuses[switch_id] = msgspec.structs.replace(status, outcome=ended)
+        self.control.words = dict.fromkeys(self.control.words, (0, 0))
+        self.ready = None
+        self.core = EngineCore(start, self.clock, self.control)
+        for device, worker in enumerate(self.cluster.workers):
+            self.cluster.leave_all(device)
+            hello = WorkerHello(device, worker.incarnation, 1)
+            self.at(0.01 * self.rng.random(), lambda d=device, h=hello: self.from_worker(d, h))  # type: ignore[misc]
+        for stream in self.unfinished:
+            if stream.cancelled:
+                stream.end = "cancelled"
+            else:
+                self.resubmit(stream)
+
     def _deliver(self, link: tuple[str, int], action: Callable[[], None]) -> None:
-        """Messages of a link arrive in order, each after its own delay."""
+        """Messages of a link arrive in order, each after its own delay; an engine's links end with it."""
+        core = self.core
         time = self.clock.now() + self._latency_s * self.rng.random()
         time = max(time, self._last_delivery.get(link, 0.0))
         self._last_delivery[link] = time
-        heapq.heappush(self._events, (time, next(self._order), action))
+        arrive = lambda: action() if self.core is core else None  # noqa: E731
+        heapq.heappush(self._events, (time, next(self._order), arrive))
 
     def _arrive(self, device: int, body: Body, incarnation: int | None) -> None:
         """What was sent to a worker that is dead by now reaches no one."""
@@ -301,11 +351,19 @@ class Simulation:
 
     def _start_jobs(self) -> None:
         for job in self.cluster.startable(self.control.aborted):
+            if self._stopped.intersection(job.devices):
+                continue
             self.cluster.begin(job)
             seconds = self._step_s(job.body) if isinstance(job.body, StepPlan) else 0.001
             self.at(seconds, lambda j=job, s=seconds: self._finish(j, s))
 
     def _finish(self, job: Job, seconds: float) -> None:
+        if self._stopped.intersection(job.devices):
+            if isinstance(job.body, StepPlan | ProveDomain) and job.body.epoch in self.control.aborted:
+                for device in set(job.devices) - self._stopped:
+                    self.cluster.leave(device, job)
+            self.at(0.01, lambda: self._finish(job, seconds))
+            return
         for device, body in self.cluster.finish(job, seconds):
             self.from_worker(device, body)
 
@@ -317,13 +375,20 @@ class Simulation:
                 self._on_outputs(body)
             case SwitchStatus():
                 self.statuses[body.switch_id] = body
+                if body.outcome in ("committed", "noop"):
+                    self.layout = body.to_layout
                 if body.outcome in TERMINAL:
                     self.outcomes.append(body.outcome)
+            case FirstAdmission():
+                assert body.switch_id not in self.first_admitted_ms
+                self.first_admitted_ms[body.switch_id] = body.milliseconds
             case EngineReady():
                 assert self.ready is None
                 self.ready = body
+                self.layout = body.layout
             case Snapshot():
                 self.snapshot = body
+                self.layout = body.layout
             case WorkerLost():
                 self.lost.append(body)
             case _:

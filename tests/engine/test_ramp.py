@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from dynamictp.control.reconciler import PROBE_ONLY
 from dynamictp.control.route import ramp_side
 from dynamictp.engine.ramp import percentile
 from dynamictp.messages import (
@@ -17,6 +18,7 @@ from dynamictp.messages import (
     DomainBroken,
     RampSettings,
     SetDevices,
+    SetLayout,
     StepPlan,
     StepResult,
 )
@@ -271,16 +273,64 @@ def test_a_domain_revived_for_a_ramp_drains_again_when_it_is_taken_back() -> Non
     sim = simulation()
     old = sim.submit([1], 85)
     sim.run(lambda: len(old.tokens) > 3)
-    first = sim.set_layout("tp2", drain_deadline_s=60.0)
+    first = sim.set_layout("tp2@1,2", drain_deadline_s=60.0)
     sim.run(lambda: sim.statuses[first].outcome == "committed")
-    second = begin(sim, "tp1")
-    assert states(sim) == {"tp1@0": "serving", "tp2@0,1": "serving"}
+    second = begin(sim, "tp1@0+tp1@1")
+    assert states(sim) == {"tp1@0": "serving", "tp1@1": "serving", "tp2@1,2": "serving"}
     assert sim.statuses[first].outcome == "closed"
     sim.core.on_server(CancelSwitch(second))
     sim.run_until_idle()
     sim.check_idle()
-    assert states(sim) == {"tp2@0,1": "serving"}
+    assert states(sim) == {"tp2@1,2": "serving"}
     assert old.tokens == old.expected
+
+
+def test_a_layout_of_revived_domains_alone_has_no_ramp() -> None:
+    sim = simulation()
+    old = sim.submit([1], 85)
+    sim.run(lambda: len(old.tokens) > 3)
+    first = sim.set_layout("tp2", drain_deadline_s=60.0)
+    sim.run(lambda: sim.statuses[first].outcome == "committed")
+    began = sim.clock.now()
+    second = sim.set_layout("tp1", ramp=True)
+    sim.run(lambda: sim.statuses[second].outcome == "closed")
+    assert sim.clock.now() - began < 0.1
+    sim.run_until_idle()
+    assert states(sim) == {"tp1@0": "serving"}
+    assert old.tokens == old.expected
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_ramp_that_becomes_urgent_ends_at_once(step: int) -> None:
+    sim = simulation()
+    switch_id = begin(sim, "tp2")
+    steps = RAMP.shares[step]
+    sim.run(lambda: share(sim, switch_id) >= steps)
+    began = sim.clock.now()
+    sim.core.on_server(SetLayout(switch_id, "tp2", ramp=True, forced=True))
+    sim.run(lambda: sim.statuses[switch_id].outcome == "closed")
+    assert sim.clock.now() - began < 0.1
+    assert states(sim) == {"tp2@0,1": "serving"}
+
+
+def test_an_urgent_switch_still_waits_for_its_probe() -> None:
+    """That comes before the ramp began, or while the probe runs."""
+    sim = simulation()
+    switch_id = sim.set_layout("tp2", ramp=True)
+    sim.core.on_server(SetLayout(switch_id, "tp2", ramp=True, forced=True))
+    began = sim.clock.now()
+    sim.run(lambda: sim.statuses[switch_id].outcome == "closed")
+    assert sim.clock.now() - began < 0.1
+    assert sum(len(plan.rows) for plan in sim.plans) == 2 * 2
+
+
+def test_a_ramp_of_one_step_without_length_is_the_probe_alone() -> None:
+    sim = simulation()
+    began = sim.clock.now()
+    switch_id = sim.set_layout("tp2", ramp=True, settings=PROBE_ONLY)
+    sim.run(lambda: sim.statuses[switch_id].outcome == "closed")
+    assert sim.clock.now() - began < 0.1
+    assert sum(len(plan.rows) for plan in sim.plans) == 2 * 2
 
 
 def test_no_domain_is_put_on_a_leased_device() -> None:

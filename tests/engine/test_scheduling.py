@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from dynamictp.messages import ArenaFacts, CancelRequest, RowStep, StepPlan
@@ -218,19 +221,38 @@ def test_a_higher_priority_starts_first() -> None:
     assert sim.ends == [streams[2].id, streams[0].id, streams[1].id]
 
 
-def test_steady_decode_of_32_rows_costs_little_engine_time() -> None:
+def test_steady_decode_of_32_rows_costs_the_engine_few_calls() -> None:
     sim = simulation(
         arena=ArenaFacts(2048 * HEADS, PAGE, "fp32"), max_num_seqs=32, max_batched_tokens=512,
         devices=1, legal_degrees=(1,), max_model_len=200,
     )  # fmt: skip
     for n in range(32):
         sim.submit([n], 150)
-    sim.run(lambda: min(len(stream.tokens) for stream in sim.streams.values()) > 40)
-    medians_us = []
-    for length in range(45, 125, 10):
-        sim.run(lambda length=length: min(len(s.tokens) for s in sim.streams.values()) > length)
-        medians_us.append(sim.core.snapshot().step_engine_us)
+
+    def shortest() -> int:
+        return min(len(stream.tokens) for stream in sim.streams.values())
+
+    sim.run(lambda: shortest() > 40)
+    first = len(sim.plans)
+    calls = calls_of_the_engine(lambda: sim.run(lambda: shortest() > 100))
     assert isinstance(sim.plans[-1].rows[0], RowStep)
     assert len(sim.plans[-1].rows) == 32
-    # Processor time, and the least of several: what else runs on the machine only ever adds to it.
-    assert min(medians_us) < 200
+    # Time is measured in scripts/bench; here what it goes into: the simulation's own checks among it.
+    assert calls / (len(sim.plans) - first) / 32 < 40
+
+
+def calls_of_the_engine(run: Callable[[], object]) -> int:
+    """Calls that code of the engine makes, and those of its functions, meanwhile."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        if event in ("call", "c_call") and "/dynamictp/engine/" in frame.f_code.co_filename:
+            count += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count

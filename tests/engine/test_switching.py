@@ -72,6 +72,38 @@ def test_a_stream_goes_on_without_a_gap_longer_than_a_few_steps() -> None:
     assert longest < 5 * 0.002
 
 
+def test_a_switch_tells_when_its_new_domains_first_admitted_a_waiting_request() -> None:
+    sim = simulation()
+    running = sim.submit([1], 200)
+    sim.run(lambda: len(running.tokens) > 3)
+    began_s = sim.clock.now()
+    first = switch(sim, "tp2")
+    sim.run(lambda: sim.statuses[first].handovers == 1)
+    assert sim.first_admitted_ms == {}  # a handover is no admission
+    sim.submit([2], 4)
+    sim.run(lambda: first in sim.first_admitted_ms)
+    waited_ms = sim.first_admitted_ms[first]
+    assert sum(sim.statuses[first].phases_ms.values()) < waited_ms
+    assert waited_ms == pytest.approx((sim.clock.now() - began_s) * 1e3, abs=2.0)
+    sim.submit([3], 4)
+    # Nothing comes while tp3 serves; its successor's first request is not its own.
+    unmet, last = switch(sim, "tp3"), switch(sim, "tp1")
+    sim.submit([4], 4)
+    sim.run(lambda: last in sim.first_admitted_ms)
+    assert unmet not in sim.first_admitted_ms
+    sim.run_until_idle()
+    sim.check_idle()
+
+
+def test_a_switch_that_opens_nothing_admits_nothing_first() -> None:
+    sim = simulation(layout="tp1+tp1")
+    narrower = switch(sim, "tp1")
+    sim.submit([1], 4)
+    sim.run_until_idle()
+    assert sim.statuses[narrower].outcome == "closed"
+    assert sim.first_admitted_ms == {}
+
+
 def test_the_same_id_is_the_same_switch() -> None:
     sim = simulation()
     switch_id = switch(sim, "tp2")

@@ -19,11 +19,15 @@ class Scene:
 
     def __init__(self, *domains: Domain) -> None:
         self.control = ControlRecord()
-        self.watch = Watch(self.control, HANG_S)
+        self.core_wait_s = {0: 0.0, 1: 0.0}
+        """By process id, which is the device's number."""
+        self.starved: dict[int, float] = {}
+        """Share of the time in which a process waits for a core."""
+        self.watch = Watch(self.control, HANG_S, lambda pid: self.core_wait_s[pid])
         self.domains = domains
         self.now = 50.0
         for device in (0, 1):
-            self.watch.on_hello(device)
+            self.watch.on_hello(device, device)
 
     def stand(self, device: int, begun: int, state: int) -> None:
         """From now on the word stands still."""
@@ -34,6 +38,8 @@ class Scene:
         start = self.now
         while self.now < start + seconds:
             self.now += LOOK_S
+            for pid, share in self.starved.items():
+                self.core_wait_s[pid] += share * LOOK_S
             for device, (begun, layer, state, age) in self.control.progress_words.items():
                 self.control.progress_words[device] = (begun, layer, state, age + LOOK_S)
             verdict = self.watch.look(self.domains, self.now)
@@ -122,3 +128,47 @@ def test_a_worker_that_is_forgotten_owes_nothing() -> None:
     scene.watch.forget(0)
     scene.watch.sent(0)
     assert scene.look(10.0) == []
+
+
+@pytest.mark.parametrize("state", [COMPUTING, IDLE])
+def test_a_worker_without_a_core_does_not_hang_however_long(state: int) -> None:
+    scene = Scene(domain(0))
+    scene.stand(0, 1 if state else 0, state)
+    scene.watch.sent(0)
+    scene.starved[0] = 1.0
+    assert scene.look(60.0) == []
+    scene.starved[0] = 0.0
+    assert scene.look(10.0)
+
+
+def test_a_worker_that_loops_on_a_share_of_a_core_is_found_after_as_much_of_it() -> None:
+    scene = Scene(domain(0))
+    scene.stand(0, 1, COMPUTING)
+    scene.watch.sent(0)
+    scene.starved[0] = 0.75
+    ((after_s, device),) = scene.look(60.0)
+    assert device == 0
+    assert 4 * HANG_S - 2 < after_s <= 4 * HANG_S + 1
+
+
+def test_what_a_worker_waited_before_it_stood_still_is_no_excuse() -> None:
+    scene = Scene(domain(0))
+    scene.starved[0] = 1.0
+    for begun in range(1, 40):
+        scene.watch.sent(0)
+        scene.stand(0, begun, COMPUTING)
+        assert scene.look(1.0) == []
+    scene.starved[0] = 0.0
+    scene.watch.sent(0)
+    scene.stand(0, 40, COMPUTING)
+    ((after_s, _),) = scene.look(10.0)
+    assert after_s <= HANG_S + 3 * LOOK_S
+
+
+def test_members_that_wait_for_one_without_a_core_are_not_stuck() -> None:
+    scene = Scene(domain(0, 1))
+    for device in (0, 1):
+        scene.watch.sent(device)
+        scene.stand(device, 1, WAITING)
+    scene.starved[1] = 1.0
+    assert scene.look(30.0) == []

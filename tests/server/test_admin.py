@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from dynamictp.errors import LayoutRefused
-from dynamictp.messages import SetLayout
+from dynamictp.messages import FirstAdmission, SetLayout
 from dynamictp.server.service import DeviceInfo
 from dynamictp.server.switches import check_layout
 from tests.server.server_stack import Stack
@@ -86,6 +86,12 @@ async def test_a_switch_reports_its_phases(stack: Stack) -> None:
     again = await stack.http.get(f"/admin/switches/{switch['id']}")
     assert again.json()["switch"] == switch
     assert switch["began_at"] <= switch["committed_at"] <= switch["ended_at"]
+    assert switch["first_admitted_ms"] is None
+    stack.engine.link.send(FirstAdmission(switch["id"], 12.5))
+    while switch["first_admitted_ms"] is None:
+        await asyncio.sleep(0)
+        switch = (await stack.http.get(f"/admin/switches/{switch['id']}")).json()["switch"]
+    assert (switch["first_admitted_ms"], switch["outcome"]) == (12.5, "closed")
     state = (await stack.http.get("/admin/layout")).json()
     assert (state["target"], state["observed"]) == ("tp2", "tp2")
     noop = await put(stack, " tp2 ")

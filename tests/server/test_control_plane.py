@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from dynamictp.advisor.local import ASSUMPTIONS
-from dynamictp.clock import ManualClock
+from dynamictp.clock import Clock, ManualClock
 from dynamictp.control.config import ControlConfig, SloTable, build_control
 from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import parse_journal, replay
+from dynamictp.control.reconciler import BACKOFF_S
 from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason
 from dynamictp.cost.figures import Figure
 from dynamictp.cost.hardware import DeviceFacts, EngineLimits, LinkFacts
 from dynamictp.cost.shape import ModelShape
+from dynamictp.layout import LayoutSpec, place
 from dynamictp.messages import RampSettings, SetLayout, SwitchStatus
 from dynamictp.server import control_plane
 from dynamictp.server.control_plane import ControlPlane
-from dynamictp.server.traffic import Traffic
 from tests.server.server_stack import Stack, facts, running_stack
 
 CONFIG = ControlConfig(slo=SloTable(ttft_p99_s=2.0), ramp_observe_s=0.25)
@@ -46,9 +47,9 @@ def pool_facts() -> PoolFacts:
 
 @asynccontextmanager
 async def planned(
-    mode: Mode = "dynamic", config: ControlConfig = CONFIG
+    mode: Mode = "dynamic", config: ControlConfig = CONFIG, clock: Clock | None = None
 ) -> AsyncIterator[tuple[Stack, ControlPlane]]:
-    async with running_stack(mode=mode) as stack:
+    async with running_stack(mode=mode, clock=clock) as stack:
         yield stack, stack.service.plan_with(pool_facts(), config)
 
 
@@ -120,6 +121,24 @@ async def test_forced_growth_skips_the_ramp(says: Say) -> None:
         assert (commands(stack)[0].forced, commands(stack)[0].ramp) == (True, False)
 
 
+async def test_a_switch_that_becomes_urgent_is_commanded_again_as_forced(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        stack.engine.hold_switches = True
+        await plane.tick()
+        await until(lambda: commands(stack))
+        says(None, forced=True)
+        await plane.tick()
+        await until(lambda: len(commands(stack)) == 2)
+        first, second = commands(stack)
+        assert (first.switch_id, first.forced) == (second.switch_id, False)
+        assert (second.layout, second.forced) == ("tp2", True)
+        await plane.tick()
+        stack.engine.release_switches()
+        await until(lambda: stack.service.observed == "tp2")
+        assert len(commands(stack)) == 2
+
+
 async def test_dry_run_decides_and_does_nothing(says: Say) -> None:
     async with planned("dry-run") as (stack, plane):
         says("tp2", reserve=2)
@@ -154,6 +173,50 @@ async def test_a_pinned_layout_is_led_to_again_when_the_engine_lost_it(says: Say
         await plane.tick()
         await until(lambda: len(commands(stack)) == 2)
         assert (commands(stack)[1].layout, commands(stack)[1].reason) == ("tp2", "pinned")
+
+
+@pytest.mark.parametrize("committed", [False, True])
+async def test_an_engine_lost_during_the_planner_s_switch_ends_in_the_last_committed_layout(
+    says: Say, committed: bool
+) -> None:
+    """The next engine is given that layout; then the planner goes on from there, after a pause."""
+    clock = ManualClock(100.0)
+    async with planned(clock=clock) as (stack, plane):
+        stack.engine.hold_switches = True
+        says("tp2")
+        await plane.tick()
+        await until(lambda: commands(stack))
+        (first,) = commands(stack)
+        board = stack.service.switches
+        if committed:
+            stack.engine.link.send(SwitchStatus(first.switch_id, "tp1", "tp2", "drain", "committed"))
+            await until(lambda: board.get(first.switch_id).outcome)
+        stack.engine._held.clear()
+        stack.service.engine_lost()
+        assert stack.service.client.layout == ("tp2" if committed else "tp1")
+        assert board.get(first.switch_id).outcome == ("closed" if committed else "failed")
+        assert board.in_flight is None
+        assert plane.reconciler.in_flight == ""
+        # The fake engine stands for the next one, which begins with the layout it is given.
+        stack.engine._layout = place(LayoutSpec.parse(stack.service.client.layout), 2, ())
+        stack.engine.hold_switches = False
+        stack.engine.link.send(stack.engine.snapshot())
+        await until(lambda: stack.service.observed == stack.service.client.layout)
+        clock.advance(BACKOFF_S)
+        await plane.tick()
+        await until(lambda: stack.service.observed == "tp2")
+        assert len(commands(stack)) == (1 if committed else 2)
+        assert len({command.switch_id for command in commands(stack)}) == len(commands(stack))
+
+
+async def test_the_loop_goes_on_while_the_engine_is_away(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        stack.service.client.detach()
+        stack.service.engine_lost()
+        for _ in range(3):
+            assert await plane.tick() is None
+        assert commands(stack) == []
 
 
 async def test_a_switch_taken_back_by_hand_is_not_begun_again(says: Say) -> None:
@@ -282,33 +345,3 @@ async def test_without_a_planner_there_is_nothing_to_ask(stack: Stack) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_planner")
     async with planned() as (other, _):
         assert (await other.http.get("/admin/decisions?last=x")).status_code == 400
-
-
-def test_latencies_from_before_a_commit_do_not_count() -> None:
-    clock = ManualClock(100.0)
-    traffic = Traffic(clock, ControlConfig())
-    traffic.first_token(10, 1.0)
-    traffic.finished(11, 101.0, 102.0)
-    assert (traffic.ttft().p50, traffic.tpot(()).p50) == (0.5, 1.0)
-    clock.advance(5.0)
-    traffic.committed()
-    assert (traffic.ttft().count, traffic.tpot(()).count) == (0, 0)
-    traffic.finished(11, 104.0, 106.0)  # began under the old layout
-    traffic.finished(11, 105.0, 106.0)
-    running = [(40, 105.5, 107.4), (20, 105.5, 109.0), (40, 101.0, 110.0)]
-    assert traffic.tpot(running).count == 2
-    clock.advance(61.0)
-    assert traffic.tpot(()).count == 0
-
-
-def test_arrivals_are_counted_in_two_windows() -> None:
-    clock = ManualClock(0.0)
-    traffic = Traffic(clock, ControlConfig())
-    clock.advance(1.0)
-    traffic.arrived(10)
-    assert traffic.arrivals(10.0).window_s == 1.0
-    clock.advance(8.0)
-    traffic.arrived(30)
-    assert (traffic.arrivals(2.0).requests, traffic.arrivals(10.0).prompt_tokens_mean) == (1, 20.0)
-    clock.advance(30.0)
-    assert traffic.arrivals(10.0).requests == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 from collections import Counter
@@ -16,8 +17,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from dynamictp.control.config import ControlConfig
 from dynamictp.server.openapi import openapi
 from tests.server.server_stack import VOCAB, Stack
+from tests.server.test_control_plane import pool_facts
 from tests.server.threaded_stack import Threaded, threaded_stack
 
 CHECKS = [
@@ -36,6 +39,13 @@ WITH_BODY = [
     for method, path in OPERATIONS
     if "requestBody" in openapi(VOCAB)["paths"][path][method.lower()]
 ]
+PLANNED = [
+    (mode, method, path)
+    for method, path in OPERATIONS
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    if path.startswith("/admin/") and (mode is GenerationMode.POSITIVE or (method, path) in WITH_BODY)
+]
+"""What answers otherwise where there is a planner."""
 SERVED = [pair for pair in WITH_BODY if pair[1] not in ("/admin/leases", "/admin/config")]
 """Without a planner, and with two devices, the others have little to give."""
 EXAMPLES, MANY = 15, 1000
@@ -46,6 +56,20 @@ SEED = int(os.environ.get("DYNAMICTP_FUZZ_SEED", "0"))
 @pytest.fixture(scope="module")
 def server() -> Iterator[Threaded]:
     with threaded_stack() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def planned() -> Iterator[Threaded]:
+    """In dynamic mode, with some decisions made and the loop at rest."""
+
+    async def plan(stack: Stack) -> None:
+        plane = stack.service.plan_with(pool_facts(), ControlConfig())
+        for _ in range(3):
+            assert await plane.tick() is not None
+
+    with threaded_stack(mode="dynamic") as running:
+        asyncio.run_coroutine_threadsafe(plan(running.stack), running.loop).result(30)
         yield running
 
 
@@ -165,6 +189,20 @@ def test_unsound_requests_are_refused_as_described(
     statuses = exercise(server, whole_description[path][method], GenerationMode.NEGATIVE, EXAMPLES)
     assert statuses[400] > 0, statuses
     assert_nothing_is_left(server)
+
+
+@pytest.mark.parametrize(("mode", "method", "path"), PLANNED)
+def test_an_operator_of_a_server_with_a_planner_is_answered_as_described(
+    planned: Threaded, description: Any, mode: GenerationMode, method: str, path: str
+) -> None:
+    statuses = exercise(planned, description[path][method], mode, EXAMPLES)
+    refused = statuses[400] + statuses[404] + statuses[409]
+    assert statuses[400] > 0 if mode is GenerationMode.NEGATIVE else sum(statuses.values()) > 0, statuses
+    if "{id}" not in path and mode is GenerationMode.POSITIVE:
+        assert sum(statuses.values()) > refused, statuses
+    for lease in httpx.get(f"{planned.url}/admin/leases").json()["leases"]:
+        httpx.delete(f"{planned.url}/admin/leases/{lease['id']}")
+    assert_nothing_is_left(planned)
 
 
 @pytest.mark.fault

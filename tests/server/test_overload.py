@@ -211,15 +211,6 @@ async def exchange(url: str, sent: bytes) -> bytes:
     return received
 
 
-async def test_a_connection_without_a_request_is_closed(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.05)
-    async with on_port(stack) as url:
-        for sent in (b"", b"GET /health HTT"):
-            assert await exchange(url, sent) == b""
-
-
 async def test_a_head_without_an_end_is_refused(stack: Stack) -> None:
     async with on_port(stack) as url:
         answer = await exchange(url, b"GET /health HTTP/1.1\r\nhost: x\r\nx-much: " + b"a" * 40_000)
@@ -228,6 +219,44 @@ async def test_a_head_without_an_end_is_refused(stack: Stack) -> None:
             b"a" * 20_000
         )
         assert (await exchange(url, whole)).startswith(b"HTTP/1.1 200 ")
+
+
+# ---------------------------------------------------------------- answers that are kept
+
+
+async def test_an_answer_that_gets_too_large_to_be_kept_ends_with_a_400(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation, "MAX_KEPT", 1000)
+    async with running_stack(max_model_len=100_000) as stack:
+        body = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "n": 4}
+        assert (await stack.post("/v1/completions", **body)).status_code == 200
+        response = await stack.post("/v1/completions", **body, logprobs=2)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "answer_too_large")
+        assert "`stream`" in error["message"]
+        await until(lambda: stack.service.client.live == 0 and not stack.engine.running)
+        async with stack.http.stream(
+            "POST", "/v1/completions", json={**body, "stream": True, "logprobs": 2}
+        ) as s:
+            assert s.status_code == 200
+            assert "[DONE]" in (await s.aread()).decode()
+        metrics = (await stack.http.get("/metrics")).text
+        assert 'reason="too_large"' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_prompts_count_for_every_choice(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(generation, "MAX_KEPT", 1000)
+    async with running_stack() as stack:
+        body = {"prompt": "x" * 100, "max_tokens": 1, "echo": True, "logprobs": 4, "stream": stream}
+        assert (await stack.post("/v1/completions", **body)).status_code == 200
+        response = await stack.post("/v1/completions", **body, n=3)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "answer_too_large"
 
 
 # ---------------------------------------------------------------- bodies

@@ -119,6 +119,35 @@ async def test_an_engine_that_is_silent_is_killed_once(monkeypatch: pytest.Monke
     await asyncio.gather(watching, return_exceptions=True)
 
 
+async def test_an_engine_without_a_core_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_S", 0.0)
+    clock = ManualClock(100.0)
+    client = EngineClient(clock, Metrics(), on_switch=lambda status: None)
+    waited = [7.0]
+    recovery = Recovery(
+        client, SwitchBoard("x").engine_lost, clock, hang_s=2.0, core_wait_s=lambda: waited[0]
+    )
+    killed: list[str] = []
+    watching = asyncio.create_task(recovery.watch(killed.append))
+
+    async def let_pass(seconds: float, share: float) -> None:
+        for _ in range(int(seconds / 0.25)):
+            clock.advance(0.25)
+            waited[0] += share * 0.25
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    left, engine = memory_link_pair(on_left=client.wake)
+    client.attach(left)
+    engine.send(EngineReady("tp1", 10, 100))
+    await let_pass(40.0, 1.0)
+    assert killed == []
+    await let_pass(5.0, 0.0)
+    assert len(killed) == 1
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
 async def test_closed_admission_lets_what_runs_finish() -> None:
     pair, sink = Pair(), Recorder()
     pair.say(EngineReady("tp1", 10, 100))

@@ -29,6 +29,25 @@ def test_a_folder_is_the_owner_s_and_goes_with_it(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
+@pytest.mark.usefixtures("parent")
+def test_files_of_an_engine_that_ended_are_removed() -> None:
+    folder = SocketFolder(2)
+    gone = ("engine-1.json", "engine-1.sock", "worker-0.1-1.sock", "worker-1.12-1.sock")
+    kept = (
+        "lock",
+        "engine-11.json",
+        "engine-2.sock",
+        "worker-0.1-2.sock",
+        "worker-1.1-11.sock",
+        "worker-0.1.json",
+    )
+    for name in (*gone, *kept):
+        (folder.path / name).touch()
+    folder.remove_of_engine(1)
+    assert {file.name for file in folder.path.iterdir()} == set(kept)
+    folder.close()
+
+
 def test_only_folders_whose_server_is_gone_are_removed(parent: Path) -> None:
     living = SocketFolder(1)
     stale = parent / "dynamictp-stale"

@@ -21,12 +21,13 @@ from rich.console import Console
 from dynamictp.bench.benchmark import DYNAMIC, with_server
 from dynamictp.bench.client import run_lowered
 from dynamictp.bench.dynamic.job import read_progress
+from dynamictp.bench.dynamic.kept import open_kept, save_kept
 from dynamictp.bench.dynamic.leasing import LeasedJob
 from dynamictp.bench.dynamic.outcome import Outcome, Study
 from dynamictp.bench.dynamic.phases import StudyRun, arrivals_of, judge, study_run
 from dynamictp.bench.dynamic.tables import markdown
 from dynamictp.bench.live import Counters
-from dynamictp.bench.machine import describe_machine, probe_memory
+from dynamictp.bench.machine import probe_memory
 from dynamictp.bench.measure import run_figures
 from dynamictp.bench.record import Run, Slo
 from dynamictp.bench.server import serve_command
@@ -92,8 +93,9 @@ def run_configuration(label: str, seed: int, study: Study, console: Console) -> 
     phases = study.phases
     workload = study.workload(arrivals_of(phases), study.seconds, seed)
     command = serve_command("tp1" if label == DYNAMIC else label, 2)
+    command += ["--mode", "dynamic" if label == DYNAMIC else "static"]
     if label == DYNAMIC:
-        command += ["--mode", "dynamic", "--shrink-after-s", f"{study.shrink_after_s:g}"]
+        command += ["--shrink-after-s", f"{study.shrink_after_s:g}"]
         command += ["--slo-ttft-p99-s", f"{SLO.ttft_s:g}", "--slo-tpot-p99-ms", f"{SLO.tpot_s * 1e3:g}"]
         command += ["--slo-ttft-per-token-ms", f"{SLO.ttft_per_token_s * 1e3:g}"]
     found: list[StudyRun] = []
@@ -113,32 +115,27 @@ def run_configuration(label: str, seed: int, study: Study, console: Console) -> 
     return found[0]
 
 
-def run_study(study: Study, console: Console) -> Outcome:
-    """Everything. Prints each run as it ends."""
-    before = probe_memory()
-    if not study.capacity_per_s:
+def run_study(study: Study, console: Console, keep: Path | None = None, most: int | None = None) -> Outcome:
+    """Everything that `keep` does not have yet, at most `most` runs of it. Prints each run as it ends, and
+    keeps it."""
+    kept = open_kept(keep, study)
+    if not kept.study.capacity_per_s:
         console.print("what tp1 carries within the targets:")
-        study = replace(study, capacity_per_s=measure_capacity(study, console))
+        kept = replace(kept, study=replace(study, capacity_per_s=measure_capacity(study, console)))
+        save_kept(keep, kept)
+    study = kept.study
     console.print(f"capacity {study.capacity_per_s:.2f} requests/s; shrink_after_s {study.shrink_after_s:g}")
-    runs: list[StudyRun] = []
-    for seed in study.seeds:
-        for label in (*STATIC, DYNAMIC):
-            console.print(f"seed {seed}, {label}")
-            runs.append(run_configuration(label, seed, study, console))
-            shares = ", ".join(f"{phase.phase} {phase.goodput:.0%}" for phase in runs[-1].phases)
-            console.print(f"  {shares}; {runs[-1].device_s:.0f} device-seconds, {runs[-1].failed} failed")
-    return Outcome(
-        study,
-        str(describe_machine()),
-        before,
-        probe_memory(),
-        tuple(runs),
-        judge(runs, DYNAMIC),
-        time.strftime("%Y-%m-%d"),
-    )
+    for seed, label in kept.missing((*STATIC, DYNAMIC))[:most]:
+        console.print(f"seed {seed}, {label}")
+        run = run_configuration(label, seed, study, console)
+        kept = replace(kept, runs=(*kept.runs, run))
+        save_kept(keep, kept)
+        shares = ", ".join(f"{phase.phase} {phase.goodput:.0%}" for phase in run.phases)
+        console.print(f"  {shares}; {run.device_s:.0f} device-seconds, {run.failed} failed")
+    return kept.outcome(judge(kept.runs, DYNAMIC), probe_memory(), time.strftime("%Y-%m-%d"))
 
 
-def parse_options(argv: Sequence[str] | None) -> tuple[Study, Path | None, Path | None]:
+def parse_options(argv: Sequence[str] | None) -> tuple[Study, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="scripts/bench-dynamic", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seeds", type=int, default=3, help="schedules to play (about 21 minutes each)")
@@ -149,6 +146,8 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Study, Path | None, Path 
     parser.add_argument("--shrink-after-s", type=float, default=20.0)
     parser.add_argument("--notice", type=float, default=3.0, help="notice of the leased job, seconds")
     parser.add_argument("--capacity", type=float, default=0.0, help="requests/s; measured by default")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="go on where this study stopped")
+    parser.add_argument("--most", type=int, metavar="RUNS", help="stop after so many runs (with --keep)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report")
     given = parser.parse_args(argv)
@@ -156,25 +155,31 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Study, Path | None, Path 
     study = Study(
         seeds, given.seconds, given.scale, given.mix, given.shrink_after_s, given.notice, given.capacity
     )
-    return study, given.json, given.markdown
+    if given.most is not None and given.keep is None:
+        parser.error("--most needs --keep: the other runs would be lost")
+    return study, given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    study, json_path, markdown_path = parse_options(argv)
+    study, given = parse_options(argv)
     console = Console(highlight=False)
     try:
-        outcome = run_study(study, console)
+        outcome = run_study(study, console, given.keep, given.most)
     except KeyboardInterrupt:
         return 130
     except FatalError as error:
         Console(stderr=True).print(f"bench-dynamic: {error}")
         return error.exit_code
+    missing = len(study.seeds) * (len(STATIC) + 1) - len(outcome.runs)
+    if missing:
+        console.print(f"{missing} runs are missing: the same command goes on")
+        return 0
     report = markdown(outcome)
     console.print(report, markup=False, soft_wrap=True)
-    if json_path is not None:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(outcome)) + b"\n")
-    if markdown_path is not None:
-        markdown_path.write_text(report, encoding="utf-8")
+    if given.json is not None:
+        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(outcome)) + b"\n")
+    if given.markdown is not None:
+        given.markdown.write_text(report, encoding="utf-8")
     return 0 if all(verdict.held for verdict in outcome.verdicts) else 1
 
 

@@ -23,7 +23,7 @@ from dynamictp.bench.watcher import changes_of, spans_of
 # Okabe and Ito's palette: distinct for colour-blind readers too.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555", "#8b6f00")
 _LAYOUT_COLORS = ("#dbe9f6", "#fde3cf", "#d9f0e3", "#f3dfeb", "#e8e8e8", "#fbf1c7")
-_GREY, _GRID = "#666666", "#e6e6e6"
+GREY, _GRID = "#666666", "#e6e6e6"
 _STYLE: dict[Any, object] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -31,7 +31,7 @@ _STYLE: dict[Any, object] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
+    "axes.edgecolor": GREY,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": _GRID,
@@ -50,7 +50,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 @contextmanager
-def _drawing(name: str, height_in: float) -> Iterator[tuple[Figure, io.StringIO]]:
+def drawing(name: str, height_in: float) -> Iterator[tuple[Figure, io.StringIO]]:
     """A figure that becomes SVG text when the block ends. `name` keeps ids apart on one page."""
     out = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
@@ -60,7 +60,7 @@ def _drawing(name: str, height_in: float) -> Iterator[tuple[Figure, io.StringIO]
         figure.savefig(out, format="svg", metadata=empty)
 
 
-def _svg(out: io.StringIO) -> str:
+def svg(out: io.StringIO) -> str:
     """Without the XML prologue, which has no place inside HTML, and wide as its column."""
     text = out.getvalue()
     return text[text.index("<svg") :].replace("<svg ", '<svg class="plot" ', 1)
@@ -68,18 +68,18 @@ def _svg(out: io.StringIO) -> str:
 
 def cdf_row(name: str, runs: Sequence[Run], slo: Slo) -> str:
     """TTFT, TPOT and E2E of all requests, a line per run."""
-    with _drawing(name, 3.0) as (figure, out):
+    with drawing(name, 3.0) as (figure, out):
         for axes, metric in zip(figure.subplots(1, 3, sharey=True), METRICS, strict=True):
             _cdf(axes, metric, [(run.label, run.results) for run in runs], _target(metric, slo))
             axes.set_title(metric)
         _legend(figure, len(runs))
-    return _svg(out)
+    return svg(out)
 
 
 def cdf_grid(name: str, runs: Sequence[Run], key: str, slo: Slo) -> str:
     """TTFT and TPOT, a column per class or tenant (`key` names the request's field), a line per run."""
     values = sorted({getattr(result.request, key) for run in runs for result in run.results} - {""})
-    with _drawing(name, 5.2) as (figure, out):
+    with drawing(name, 5.2) as (figure, out):
         grid = figure.subplots(2, len(values), sharey=True, squeeze=False)
         for column, value in enumerate(values):
             chosen = [
@@ -90,7 +90,7 @@ def cdf_grid(name: str, runs: Sequence[Run], key: str, slo: Slo) -> str:
                 _cdf(axes, metric, chosen, _target(metric, own))
                 axes.set_title(f"{value}: {metric}")
         _legend(figure, len(runs))
-    return _svg(out)
+    return svg(out)
 
 
 def _cdf(
@@ -101,9 +101,9 @@ def _cdf(
         if values.size:
             axes.step(np.maximum(values, 1e-4) * 1e3, shares, where="post", color=color, label=label, lw=1.6)
     if target_s is not None:
-        axes.axvline(target_s * 1e3, color=_GREY, ls=":", lw=1.2)
+        axes.axvline(target_s * 1e3, color=GREY, ls=":", lw=1.2)
     axes.set_xscale("log")
-    _log_ticks(axes.xaxis, axes.get_xlim())
+    log_ticks(axes.xaxis, axes.get_xlim())
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes.set_xlabel("ms")
@@ -120,7 +120,7 @@ def goodput_bars(name: str, figures: Sequence[RunFigures]) -> str:
         for run in figures
     ]
     names = list(dict.fromkeys(key for run in seen for key in run))
-    with _drawing(name, 2.8) as (figure, out):
+    with drawing(name, 2.8) as (figure, out):
         axes = figure.subplots()
         width = 0.8 / len(figures)
         for i, (color, run) in enumerate(zip(_cycle(len(figures)), figures, strict=True)):
@@ -140,21 +140,21 @@ def goodput_bars(name: str, figures: Sequence[RunFigures]) -> str:
         axes.set_ylim(0, 105)
         axes.set_ylabel("% within both targets")
         _legend(figure, len(figures))
-    return _svg(out)
+    return svg(out)
 
 
 def timeline(name: str, run: Run, slo: Slo) -> str:
     """Latency, throughput and running requests over time, the layout and its switches under them."""
     spans = spans_of(run)
     heights = [1.5, 1.3, 1.3, 1.1, *([0.35] if spans else [])]
-    with _drawing(name, sum(heights) * 1.35) as (figure, out):
+    with drawing(name, sum(heights) * 1.35) as (figure, out):
         panels: Sequence[Axes] = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
         _latency_over_time(panels[0], run, "TTFT", slo.ttft_s)
         _latency_over_time(panels[1], run, "TPOT", slo.tpot_s)
         _throughput(panels[2], run)
         _running(panels[3], run)
         for axes in panels:
-            axes.axvline(run.load_s, color=_GREY, lw=0.8, ls="--")
+            axes.axvline(run.load_s, color=GREY, lw=0.8, ls="--")
             for change in changes_of(run):
                 axes.axvspan(
                     change.start_s,
@@ -168,7 +168,7 @@ def timeline(name: str, run: Run, slo: Slo) -> str:
         panels[-1].set_xlim(0, max(run.end_s, run.load_s))
         panels[-1].set_xlabel("seconds")
         figure.align_ylabels(panels)
-    return _svg(out)
+    return svg(out)
 
 
 def _latency_over_time(axes: Axes, run: Run, metric: str, target_s: float) -> None:
@@ -191,9 +191,9 @@ def _latency_over_time(axes: Axes, run: Run, metric: str, target_s: float) -> No
             failed, [0.97] * len(failed), marker="x", s=20, color="#c00000", lw=1.2, label="failed",
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
-    axes.axhline(target_s * 1e3, color=_GREY, ls=":", lw=1.2)
+    axes.axhline(target_s * 1e3, color=GREY, ls=":", lw=1.2)
     axes.set_yscale("log")
-    _log_ticks(axes.yaxis, axes.get_ylim())
+    log_ticks(axes.yaxis, axes.get_ylim())
     axes.set_ylabel(f"{metric}, ms")
     if metric == "TTFT" and any(classes):
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handletextpad=0.2)
@@ -238,7 +238,7 @@ def _layout_strip(axes: Axes, run: Run) -> None:
 
 def switch_gaps(name: str, gaps: Sequence[SwitchGaps]) -> str:
     """Gaps of running streams around each switch, aligned at its start."""
-    with _drawing(name, 2.6) as (figure, out):
+    with drawing(name, 2.6) as (figure, out):
         axes = figure.subplots()
         for color, seen in zip(_cycle(len(gaps)), gaps, strict=True):
             change = seen.change
@@ -246,14 +246,14 @@ def switch_gaps(name: str, gaps: Sequence[SwitchGaps]) -> str:
             label = f"{change.before} → {change.after} at {change.start_s:.0f} s"
             axes.scatter(x, np.maximum(y, 0.1), s=8, color=color, alpha=0.55, lw=0, label=label)
             axes.axvspan(0, change.end_s - change.start_s, color=color, alpha=0.08, lw=0)
-        axes.axvline(0, color=_GREY, lw=1)
+        axes.axvline(0, color=GREY, lw=1)
         axes.set_yscale("log")
-        _log_ticks(axes.yaxis, axes.get_ylim())
+        log_ticks(axes.yaxis, axes.get_ylim())
         axes.set_xlabel("seconds after the switch began")
         axes.set_ylabel("gap between chunks, ms")
         if len(gaps) <= 12:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handletextpad=0.2)
-    return _svg(out)
+    return svg(out)
 
 
 def _target(metric: str, slo: Slo) -> float | None:
@@ -271,7 +271,7 @@ def _legend(figure: Figure, runs: int) -> None:
         figure.legend(handles, labels, loc="outside upper left", ncols=min(runs, 6))
 
 
-def _log_ticks(axis: Axis, limits: tuple[float, float]) -> None:
+def log_ticks(axis: Axis, limits: tuple[float, float]) -> None:
     """Plain numbers, and enough of them where the axis spans little more than a decade."""
     decades = np.log10(limits[1] / limits[0])
     subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0, 3.0)
