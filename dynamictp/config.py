@@ -68,7 +68,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     devices: int = 0
     cores_per_device: int = 1
     layout: str = "tp1"
-    mode: Literal["static", "dynamic", "dry-run"] = "static"
+    mode: Literal["static", "dynamic", "dry-run"] = "dynamic"
     dtype: Literal["bf16", "fp32"] = "bf16"
     weights: Literal["", "int8"] = ""
     kernels: Literal["auto", "torch", "native"] = "auto"

@@ -62,7 +62,7 @@ class Servers:
 
     def _command(self, text: str, devices: int) -> list[str]:
         if text == DYNAMIC:
-            return [*serve_command("tp1", devices, self.model), "--mode", "dynamic"]
+            return serve_command("tp1", devices, self.model, mode=DYNAMIC)
         return serve_command(text, devices, self.model)
 
 

@@ -18,8 +18,8 @@ P99_SAMPLES = 100
 DISPATCH_P50_LIMIT_S = 0.010
 DELIVERED_LIMIT = 0.99
 
-_RESAMPLES = 4000
-_INTERVAL = (2.5, 97.5)
+RESAMPLES = 4000
+INTERVAL = (2.5, 97.5)
 _Z = 1.959963984540054
 
 
@@ -130,9 +130,9 @@ def _percentile(ordered: npt.NDArray[np.float64], q: float, interval: bool) -> F
         return Figure(value, value, value)
     n = ordered.size
     k = min(max(round(q / 100 * (n - 1)) + 1, 1), n)
-    uniforms = np.random.default_rng(k).beta(k, n - k + 1, _RESAMPLES)
+    uniforms = np.random.default_rng(k).beta(k, n - k + 1, RESAMPLES)
     drawn = ordered[np.minimum((n * uniforms).astype(np.int64), n - 1)]
-    low, high = np.percentile(drawn, _INTERVAL)
+    low, high = np.percentile(drawn, INTERVAL)
     return Figure(value, min(float(low), value), max(float(high), value))
 
 

@@ -83,6 +83,8 @@ class Run:
     users: int = 0
     samples: tuple[LayoutSample, ...] = ()
     switches: tuple[Switch, ...] = ()
+    origin_s: float = 0.0
+    """The origin on the machine's monotonic clock, by which other records of that machine can be joined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,7 @@ class _Play:
             users=self._prepared.plan.users,
             samples=tuple(watcher.samples),
             switches=tuple(_shifted(switch, origin_s) for switch in self._switches),
+            origin_s=origin_s,
         )
 
     async def _load(self, origin_s: float, admin: Admin, watcher: LayoutWatcher) -> list[Result]:

@@ -15,6 +15,7 @@ from dynamictp.cli.layout import layout
 from dynamictp.cli.lease import lease
 from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
+from dynamictp.cli.simulate import simulate
 from dynamictp.cli.top import top
 from dynamictp.errors import DynamicTPError, FatalError
 
@@ -31,6 +32,7 @@ cli.add_command(serve)
 cli.add_command(layout)
 cli.add_command(lease)
 cli.add_command(plan)
+cli.add_command(simulate)
 cli.add_command(calibrate)
 cli.add_command(bench)
 cli.add_command(diagnose_command)

@@ -171,7 +171,7 @@ def _finish(measure: Callable[[Console], Any], given: dict[str, Any]) -> None:
 
     page_path, json_path = given["html"], given["json"]
     if page_path is not None:
-        _check_plots()
+        check_plots()
     measured = measure(Console(stderr=True))
     figures = figures_of(measured)
     if json_path is not None:
@@ -188,7 +188,7 @@ def _finish(measure: Callable[[Console], Any], given: dict[str, Any]) -> None:
         sys.exit(1)
 
 
-def _check_plots() -> None:
+def check_plots() -> None:
     """Before the run, not after it."""
     try:
         import matplotlib as _  # noqa: F401, PLC0415

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from dynamictp.errors import ConfigError, DynamicTPError
 from dynamictp.observe.diagnose import Diagnosis, diagnose
 from dynamictp.observe.figures import Figures, figures_of
 from dynamictp.observe.findings import HEADLINES
-from dynamictp.observe.samples import parse_samples
+from dynamictp.observe.samples import Samples, parse_samples
 
 TIMEOUT_S = 10.0
 LOOK_S = 1.0
 
 
 @click.command("diagnose")
-@click.argument("target", metavar="URL|REPORT.json")
+@click.argument("target", metavar="[URL|REPORT.json]", default="http://127.0.0.1:8000")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1, max=3600),
@@ -40,7 +40,7 @@ def diagnose_command(target: str, seconds: float, admin_key: str | None, as_json
     arithmetic, the host, the queue or KV memory, with the evidence and what to try."""
     if target.startswith(("http://", "https://")):
         looks = watch(target, seconds, admin_key)
-        runs = [(target, figures_of(looks[0], looks[-1], seconds, looks[1:]))]
+        runs = list(of_models(target, looks, seconds))
     else:
         runs = list(read_report(Path(target)))
     for label, figures in runs:
@@ -49,6 +49,15 @@ def diagnose_command(target: str, seconds: float, admin_key: str | None, as_json
             click.echo(msgspec.json.encode(plain(label, figures, diagnosis)).decode())
         else:
             show(label, figures, diagnosis)
+
+
+def of_models(
+    url: str, looks: Sequence[Mapping[str, float]], seconds: float
+) -> Iterator[tuple[str, Figures]]:
+    """The figures of a server's only model, or of each."""
+    for model in Samples(looks[-1]).models or ("",):
+        label = f"{url}, model {model}" if model else url
+        yield label, figures_of(looks[0], looks[-1], seconds, looks[1:], model)
 
 
 def watch(url: str, seconds: float, admin_key: str | None) -> list[dict[str, float]]:

@@ -103,6 +103,8 @@ def _print_switch(switch: dict[str, Any]) -> None:
 def auto(url: str, key: str | None) -> None:
     """Give the layout back to the planner (in dynamic mode)."""
     _call("PUT", url, key, {"layout": "auto"})
+    state = _call("GET", url, key)
+    click.echo(f"the planner has the layout again; it is {state['observed']} now")
 
 
 def _call(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -168,8 +168,13 @@ class Holder:
         revoked = False
         while not _ended(watch, LOOK_S):
             now = self._now()
-            if not revoked and self._is_over(now):
+            why = "" if revoked else self._over(now)
+            if why:
                 revoked, self._told_s = True, now
+                click.echo(
+                    f"dynamictp: {why}; the command is told to end, and killed after {self._grace_s:g} s",
+                    err=True,
+                )
                 _signal_group(process.pid, signal.SIGTERM)
             if self._interrupted is not None:
                 _signal_group(process.pid, self._interrupted)
@@ -178,11 +183,11 @@ class Holder:
             if self._told_s is not None and now - self._told_s >= self._grace_s:
                 _signal_group(process.pid, signal.SIGKILL)
             elif revoked:
-                self._is_over(now)  # keeps the lease until its deadline
+                self._over(now)  # keeps the lease until its deadline
         return revoked
 
-    def _is_over(self, now: float) -> bool:
-        """Ask for the lease's state, and renew it when it is time."""
+    def _over(self, now: float) -> str:
+        """Ask for the lease's state, and renew it when it is time. Why it is over; empty while it is not."""
         try:
             if now - self._renewed_s >= RENEW_S:
                 self._renewed_s = now
@@ -191,13 +196,20 @@ class Holder:
                 response = self._http.get(self._path)
             answer = response.json()
         except (httpx.HTTPError, ValueError):
-            return now - self._heard_s >= LOST_S
+            return self._silence(now)
         if response.status_code == 404:
-            return True
+            return "the server does not know the lease any more"
         if response.is_error:
-            return now - self._heard_s >= LOST_S
+            return self._silence(now)
         self._heard_s = now
-        return bool(answer["state"] == "revoking")
+        if answer["state"] != "revoking":
+            return ""
+        devices = ", ".join(map(str, self._devices))
+        return f"device {devices} is called back: {answer.get('reason') or 'the server needs it'}"
+
+    def _silence(self, now: float) -> str:
+        silent_s = now - self._heard_s
+        return f"the server has not answered for {silent_s:.0f} s" if silent_s >= LOST_S else ""
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._interrupted = signal.Signals(number)

@@ -52,7 +52,8 @@ def look(http: httpx.Client, view: View) -> None:
     which = f"&model={quote(view.model)}" if view.model else ""
     history = _page(http, f"/admin/history?since={since}{which}")
     view.layout = _page(http, "/admin/layout")
-    view.model, which = history["model"], f"&model={quote(history['model'])}"
+    view.model, view.now, view.crashes = history["model"], history["now"], history.get("crashes", {})
+    which = f"&model={quote(view.model)}"
     for name, values in history["points"].items():
         view.points[name] = (view.points.get(name, []) + values)[-MOST_POINTS:]
     view.switches = _page(http, "/admin/switches", optional=True).get("switches", ())

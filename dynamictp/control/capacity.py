@@ -203,8 +203,9 @@ class CostBook:
     """Tables of one pool, kept for the calibrations and profiles in use. Owner of that memo only: the same
     arguments give equal tables."""
 
-    def __init__(self, facts: PoolFacts) -> None:
+    def __init__(self, facts: PoolFacts, kept_tables: int = _KEPT_TABLES) -> None:
         self.facts = facts
+        self._kept = kept_tables
         self._tables: OrderedDict[object, Table] = OrderedDict()
         self._steps: dict[tuple[int, int], StepModel] = {}
 
@@ -215,7 +216,7 @@ class CostBook:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = Table(self.facts, profile, ratios, slo, legal)
-            if len(self._tables) > _KEPT_TABLES:
+            if len(self._tables) > self._kept:
                 self._tables.popitem(last=False)
         else:
             self._tables.move_to_end(key)

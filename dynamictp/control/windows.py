@@ -6,6 +6,7 @@ Each has one owner, which adds events in order of time and asks for values at a 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -48,45 +49,70 @@ class OutputWindow:
     """Owner of the lengths of the outputs that finished in the last minute, or of the last 20."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[float, int]] = deque(maxlen=_MOST)
+        self._events: deque[tuple[float, int]] = deque()
+        self._ordered: list[int] = []
+        self._total = 0
 
     def add(self, time_s: float, tokens: int) -> None:
+        if len(self._events) == _MOST:
+            self._drop_oldest()
         self._events.append((time_s, tokens))
+        insort(self._ordered, tokens)
+        self._total += tokens
 
     def view(self, now_s: float) -> Outputs:
-        events = self._events
-        while len(events) > _FEW_OUTPUTS and events[0][0] <= now_s - _OUTPUTS_S:
-            events.popleft()
-        if not events:
+        while len(self._events) > _FEW_OUTPUTS and self._events[0][0] <= now_s - _OUTPUTS_S:
+            self._drop_oldest()
+        if not self._events:
             return Outputs()
-        lengths = sorted(tokens for _, tokens in events)
-        return Outputs(len(lengths), sum(lengths) / len(lengths), float(quantile(lengths, 0.9)))
+        count = len(self._ordered)
+        return Outputs(count, self._total / count, float(quantile(self._ordered, 0.9)))
+
+    def _drop_oldest(self) -> None:
+        _, tokens = self._events.popleft()
+        del self._ordered[bisect_left(self._ordered, tokens)]
+        self._total -= tokens
 
 
 class RatioWindow:
-    """Owner of the recent samples of measured ÷ target of one latency."""
+    """Owner of the recent samples of measured ÷ target of one latency, and of those that count in order."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
+        self._events: deque[tuple[float, float, float]] = deque()
+        self._since = -math.inf
+        self._ordered: list[float] = []
+        """Ratios of what began at `_since` or later, rising."""
 
     def add(self, time_s: float, ratio: float, started_s: float) -> None:
         """A sample came at `time_s`; what it measures began at `started_s`."""
+        if len(self._events) == _MOST:
+            self._drop_oldest()
         self._events.append((time_s, started_s, ratio))
+        if started_s >= self._since:
+            insort(self._ordered, ratio)
 
     def view(
         self, now_s: float, window_s: float, not_before_s: float | None, running: Iterable[float] = ()
     ) -> Digest:
         """Quantiles of the last `window_s` seconds, of what began at `not_before_s` (the last commit) or
         later; `running` are samples that are not finished yet."""
-        events = self._events
-        while events and events[0][0] <= now_s - window_s:
-            events.popleft()
+        while self._events and self._events[0][0] <= now_s - window_s:
+            self._drop_oldest()
         since = -math.inf if not_before_s is None else not_before_s
-        values = sorted([*(ratio for _, started_s, ratio in events if started_s >= since), *running])
+        if since != self._since:
+            self._since = since
+            self._ordered = sorted(ratio for _, started_s, ratio in self._events if started_s >= since)
+        more = list(running)
+        values = sorted(self._ordered + more) if more else self._ordered
         if not values:
             return Digest()
         p50, p90, p99 = (float(quantile(values, q)) for q in (0.5, 0.9, 0.99))
         return Digest(len(values), p50, p90, p99)
+
+    def _drop_oldest(self) -> None:
+        _, started_s, ratio = self._events.popleft()
+        if started_s >= self._since:
+            del self._ordered[bisect_left(self._ordered, ratio)]
 
 
 class Who(NamedTuple):

@@ -79,7 +79,8 @@ class EngineCore:
         self.pool = BlockPool(arena.pages, facts.kv_heads, prefix_cache=start.prefix_cache)
         context = min(start.max_model_len or facts.max_context, facts.max_context)
         limits = Limits(arena.page_tokens, start.max_batched_tokens, start.max_step_ms)
-        self._cap = DYNAMIC_CAP if start.mode == "dynamic" else 1.0
+        # With one device there is no layout to change to.
+        self._cap = DYNAMIC_CAP if start.mode == "dynamic" and start.devices > 1 else 1.0
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._times = StepTimes()
         self._admission = Admission(

@@ -95,12 +95,16 @@ def figures_of(
     after: Mapping[str, float],
     interval_s: float,
     between: Sequence[Mapping[str, float]] = (),
+    model: str = "",
 ) -> Figures:
     """From looks at both ends of `interval_s` seconds; the queue is averaged over the looks `between`, if
-    there are any.
+    there are any. `model`: of a server with several, the one that the figures are of.
     """
-    first, last = Samples(before), Samples(after)
-    seen = [Samples(look) for look in between] or [first, last]
+    whole = Samples(after).since(Samples(before))
+    first, last, *seen = (
+        Samples(look).of_model(model) if model else Samples(look) for look in (before, after, *between)
+    )
+    seen = seen or [first, last]
     delta = last.since(first)
     steps = delta.by("dtp_steps_total", "tp")
     count = sum(steps.values())
@@ -125,7 +129,7 @@ def figures_of(
         server_cores=_cores(delta, "server", interval_s),
         engine_cores=_cores(delta, "engine", interval_s),
         worker_cores=_cores(delta, "worker", interval_s),
-        foreign_cores=_foreign(delta, interval_s),
+        foreign_cores=_foreign(whole, interval_s),
         steal_cores=_steal(delta, interval_s),
         ranks_per_core=last.total("dtp_ranks_per_core"),
     )

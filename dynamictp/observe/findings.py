@@ -69,6 +69,7 @@ class Lever(StrEnum):
     DEGREE = "degree"
     DEVICES = "devices"
     BATCH = "requests at once"
+    OTHERS = "other processes"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Finding:
     advice: tuple[Advice, ...]
 
 
-NEIGHBOURS = Advice("stop the other processes, bind them elsewhere, or lower their priority (nice 19)")
+NEIGHBOURS = Advice(
+    "stop the other processes, bind them elsewhere, or lower their priority (nice 19)", Lever.OTHERS
+)
 NATIVE = Advice("use the native kernels (--kernels native says why when it can't)")
 
 
@@ -241,21 +244,20 @@ def communication(figures: Figures) -> Finding | None:
         f"{percent(figures.share('wait'))} of the time is waits for other ranks, at degree "
         f"{figures.degree:.1f} on average"
     ]
-    one_each = Advice("one device per core or less (--devices): ranks that share a core wait", Lever.DEVICES)
     advice = [
         Advice(
             "a narrower degree: `dynamictp layout set`, with more domains for the same devices", Lever.DEGREE
         ),
-        one_each,
-        Advice("look for other processes on the devices' cores: one slow rank is everyone's wait"),
+        Advice(
+            "look for other processes on the devices' cores: one slow rank is everyone's wait", Lever.OTHERS
+        ),
     ]
     if crowded(figures):
         evidence.append(
             f"{figures.ranks_per_core:.0f} ranks share a core: while one computes, the others wait"
         )
         evidence += neighbours(figures)
-        advice.remove(one_each)
-        advice.insert(0, one_each)
+        advice.insert(0, Advice("one device per core or less: --devices", Lever.DEVICES))
     return Finding(Verdict.COMMUNICATION, tuple(evidence), tuple(advice))
 
 

@@ -38,6 +38,15 @@ def create_app(
     """
     roster = Roster.of(served)
 
+    async def root(request: Request) -> Response:
+        """For whoever opens the bare address: where things are on this port."""
+        places = {"description": "/openapi.json", "ready": "/ready"}
+        if api:
+            places |= {"models": "/v1/models", "chat": "/v1/chat/completions", "text": "/v1/completions"}
+        if admin:
+            places |= {"dashboard": "/dashboard", "metrics": "/metrics", "layout": "/admin/layout"}
+        return json_response({"name": "DynamicTP", "version": dynamictp.__version__, "paths": places})
+
     async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
 
@@ -50,11 +59,12 @@ def create_app(
 
     async def description(request: Request) -> Response:
         vocab = max(service.facts.vocab for service in roster.services)
-        return json_response(openapi(vocab, api=api, admin=admin))
+        return json_response(openapi(vocab, roster.first.devices, api=api, admin=admin))
 
     operator = AdminRoutes(roster)
 
     routes = [
+        Route("/", root, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),

@@ -13,7 +13,7 @@ from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
 from dynamictp.control.reconciler import Observed, Reconciler, Target
 from dynamictp.control.state import PlannerState
-from dynamictp.control.values import Decision, PoolSnapshot
+from dynamictp.control.values import GROWTH, Decision, PoolSnapshot
 from dynamictp.messages import CancelSwitch, SetLayout, Snapshot, SwitchStatus
 from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.metrics import Metrics
@@ -176,8 +176,15 @@ class ControlPlane:
         if board.pinned:
             self.reconciler.want(Target(board.target or snapshot.layout, PINNED_REASON, ramp=False))
         else:
-            self._share.reserve(decision.reserve, config.reserve_ahead_s)
+            self._share.reserve(decision.reserve, config.reserve_ahead_s, _need(decision))
             self.reconciler.follow(decision, config)
         flight = board.in_flight
         in_flight = (flight.switch_id, flight.to_layout) if flight is not None else None
         self.reconciler.step(Observed(snapshot.placed or snapshot.layout, self._share.available, in_flight))
+
+
+def _need(decision: Decision) -> str:
+    """Why devices are called back, in words."""
+    if decision.wanted_reason in GROWTH:
+        return f"the planner wants {decision.wanted} ({decision.wanted_reason})"
+    return f"the planner expects to need {decision.reserve} device(s)"

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -104,11 +105,13 @@ class _Launch:
         roster = Roster(model.service for model in models)
         roster.shares.desk.power = AllPowers([model.supervisor for model in models])
         cores = models[0].plan.cores
+        # Each model counts the crashes of its own processes.
         roster.machine = MachineMetrics(
-            MachineSources(
+            crashes=Counter(),
+            sources=MachineSources(
                 processes=lambda: {"server": os.getpid()},
                 devices=lambda: {device: Placed(None, own) for device, own in enumerate(cores)},
-            )
+            ),
         )
         return roster
 
@@ -123,7 +126,7 @@ class _Launch:
             seconds = time.monotonic() - self._started
             for model, engine in zip(models, ready, strict=True):
                 say(model.told(engine, seconds))
-            for line in self._config_lines():
+            for line in self._config_lines(models[0].plan.devices):
                 say(line)
             click.echo(f"DynamicTP ready: {url_of(self._config.host, port)}")
             await self._keep_alive(models, stop)
@@ -159,14 +162,17 @@ class _Launch:
         await _first(self._drained(clients), stop.end, *(model.failed for model in models))
         stop.finish(0)
 
-    def _config_lines(self) -> list[str]:
-        """Where the admin interface is, unless it is where everybody looks for it."""
-        config = self._config
+    def _config_lines(self, devices: int) -> list[str]:
+        """Who changes the layout, where it can change; and where the admin interface is, unless it is where
+        everybody looks for it."""
+        config, lines = self._config, []
+        if config.mode == "dynamic" and devices > 1:
+            lines.append("mode dynamic: the layout follows the traffic; --mode static keeps it")
         if config.admin_address is not None:
-            return [f"admin interface: {url_of(*config.admin_address)}"]
-        if not config.admin_on_main:
-            return ["no admin interface: the API's port is public, and there is no --admin-port"]
-        return []
+            lines.append(f"admin interface: {url_of(*config.admin_address)}")
+        elif not config.admin_on_main:
+            lines.append("no admin interface: the API's port is public, and there is no --admin-port")
+        return lines
 
     async def _drained(self, clients: Sequence[EngineClient]) -> None:
         with contextlib.suppress(TimeoutError):

@@ -105,9 +105,10 @@ class LeaseDesk:
         self._returned((lease,), "returned")
         return lease
 
-    def reserve(self, count: int, hold_s: float) -> None:
-        """As `ResourcePool.reserve`, with word to the log."""
-        self._called(self.pool.reserve(count, hold_s))
+    def reserve(self, count: int, hold_s: float, reason: str) -> None:
+        """As `ResourcePool.reserve`, with word to the log. `reason` is told to whose devices are called
+        back."""
+        self._called(self.pool.reserve(count, hold_s, reason))
 
     # ------------------------------------------------------------ layouts
 
@@ -122,6 +123,7 @@ class LeaseDesk:
         """Call leases back that are in the way of a layout, and return when they are out of it. Raises
         `LeaseConflict` where leases can't be revoked, `CapacityError` when the time is up first."""
         end = self._clock.now() + timeout_s
+        reason = f"layout {layout} was asked for by hand"
         while blocking := self.in_the_way(layout):
             if not self.pool.revocable:
                 names = ", ".join(map(str, sorted(blocking)))
@@ -131,9 +133,9 @@ class LeaseDesk:
                     free=self.pool.free,
                 )
             if isinstance(layout, Layout):
-                self._called(self.pool.recall(blocking))
+                self._called(self.pool.recall(blocking, reason))
             else:
-                self._called(self.pool.call_back(layout.devices - self.pool.available))
+                self._called(self.pool.call_back(layout.devices - self.pool.available, reason))
             left = end - self._clock.now()
             if left <= 0 or not await self._wait(left):
                 raise CapacityError(f"{layout}: its devices are called back from leases", retry_after_s=10)
@@ -168,7 +170,7 @@ class LeaseDesk:
 
     def _called(self, leases: Collection[Lease]) -> None:
         for lease in leases:
-            log.info("lease %s is called back: devices %s", lease.id, lease.devices)
+            log.info("lease %s is called back: devices %s, %s", lease.id, lease.devices, lease.reason)
 
     async def _look(self) -> None:
         """While there are leases: end those that are lost."""

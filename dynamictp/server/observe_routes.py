@@ -58,10 +58,12 @@ class ObserveRoutes:
             raise BadRequest(f"since must be a Unix time in seconds, not '{text[:40]}'", param="since")
         name = request.query_params.get("model")
         service = self._roster.first if name is None else self._roster.pick(name)
+        machine = service.metrics.machine
         shown = {
             "now": time.time(),
             "model": service.model,
             "points": service.metrics.history.columns(since),
+            "crashes": {"counts": machine.crashes, "last": machine.last_crash},
         }
         if self._roster.several:
             shown["models"] = self._roster.names

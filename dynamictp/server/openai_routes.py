@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from dynamictp.server.access import identity_of
 from dynamictp.server.answers import json_response
 from dynamictp.server.fields import parse_object
 from dynamictp.server.generation import Generation
-from dynamictp.server.prompts import INLINE_CHARS, chat_job, chat_tokens, completion_job, text_tokens
+from dynamictp.server.prompts import chat_job, chat_tokens, completion_job, text_tokens
 from dynamictp.server.render import ChatRenderer, CompletionRenderer
 from dynamictp.server.requests import (
     TIMEOUT_HEADER,
@@ -116,10 +115,7 @@ class OpenAIRoutes:
             given = parse_object(body)
             service = self._roster.of_body(given)
             tokens, skip = parse_detokenize(given, service.facts.vocab)
-            if len(tokens) <= INLINE_CHARS:
-                text = service.tokenizer.decode(tokens, skip)
-            else:
-                text = await asyncio.to_thread(service.tokenizer.decode, tokens, skip)
+            text = await service.texts.run(len(tokens), lambda: service.tokenizer.decode(tokens, skip))
         return json_response({"prompt": text})
 
     def _sender(self, request: Request) -> Sender:

@@ -118,7 +118,7 @@ class GenerationResponse(Response):
                 await generation.changed()
         except GenerationFailed as failure:
             # A server that stops, a deadline, a client that does not read: nothing to warn of.
-            level = logging.INFO if failure.status in (408, 503, 504) else logging.WARNING
+            level = logging.INFO if failure.status in (400, 408, 503, 504) else logging.WARNING
             log.log(level, "%s: failed in mid-stream: %s", generation.job.id, failure.message)
             event = to_event(envelope(failure.message, "server_error", code=failure.code))
             await send({"type": "http.response.body", "body": event + DONE})

@@ -240,6 +240,7 @@ def _service(
         processes=lambda: {**own, "engine": supervisor.engine_pid},
         devices=lambda: {d: Placed(supervisor.pid(d), plan.cores[d]) for d in range(plan.devices)},
     )
+    supervisor.on_crash = service.metrics.machine.on_crash
     if config.otlp_traces_endpoint:
         service.trace_with(open_tracer(config.otlp_traces_endpoint, service.clock, service.model))
     if config.metrics_alias:

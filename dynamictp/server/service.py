@@ -34,6 +34,7 @@ from dynamictp.server.pool_view import PoolView
 from dynamictp.server.requests import SamplingDefaults
 from dynamictp.server.shares import DeviceShares, Need, Share
 from dynamictp.server.switches import SwitchBoard
+from dynamictp.server.texts import TextThreads
 
 SWITCH_WAIT_S = 60.0
 
@@ -70,6 +71,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time at which the model was loaded, in seconds."""
     bodies: Bodies = field(default_factory=Bodies)
+    texts: TextThreads = field(default_factory=TextThreads)
     request_timeout_s: float = 0.0
     """After so long a request is given up; 0: never. Clients may ask for less."""
     switch_wait_s: float = SWITCH_WAIT_S

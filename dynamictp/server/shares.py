@@ -109,10 +109,11 @@ class Share:
         """A switch got on, or the engine is lost."""
         self.unsettled = True
 
-    def reserve(self, devices: int, hold_s: float) -> None:
-        """The planner would have so many devices ready, those in use included, for `hold_s`."""
+    def reserve(self, devices: int, hold_s: float, reason: str) -> None:
+        """The planner would have so many devices ready, those in use included, for `hold_s`; `reason` is told
+        to whose devices are called back."""
         self.wanted = devices
-        self._shares.reserve(hold_s)
+        self._shares.reserve(hold_s, f"{self.name}: {reason}" if len(self._shares.all) > 1 else reason)
 
     def leave(self) -> None:
         """The model has failed for good: its devices are free."""
@@ -206,13 +207,13 @@ class DeviceShares:
         busy = {share.name: share.busy for share in self._shares.values()}
         self._give(divide(self._demands(), devices, self._held(), busy))
 
-    def reserve(self, hold_s: float) -> None:
+    def reserve(self, hold_s: float, reason: str) -> None:
         """A planner has said what it wants: divide, and have leases called back for what is missing."""
         self.settle()
         total = sum(share.wanted for share in self._shares.values())
         if len(self._shares) > 1:
             total = min(sum(demand.wanted for demand in self._demands()), len(self.pool.devices))
-        self.desk.reserve(total, hold_s)
+        self.desk.reserve(total, hold_s, reason)
 
     def reach(self, share: Share) -> int:
         """As `Share.reach`."""

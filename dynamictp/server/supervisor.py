@@ -100,6 +100,8 @@ class Supervisor:
         self._link: ZmqLink | None = None
         self._user: EngineUser | None = None
         self._budgets: dict[str, CrashBudget] = {}
+        self.on_crash: Callable[[str], None] = lambda process: None
+        """Told of each process that ends without being asked to: `worker` or `engine`."""
         self._stopping = False
         self._asleep: dict[int, int] = {}
         """Device → the worker's life that was ended on purpose."""
@@ -351,6 +353,7 @@ class Supervisor:
 
     def _after_crash(self, name: str, code: int, lived_s: float, replace: Callable[[], None]) -> None:
         """Replace it after a pause, or give up."""
+        self.on_crash(name.removeprefix(self._who).partition(" ")[0])
         budget = self._budgets.setdefault(name, CrashBudget(self._config.crash_budget))
         pause_s = budget.crashed(self._clock.now(), lived_s)
         if pause_s is None:

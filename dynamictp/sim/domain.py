@@ -1,13 +1,13 @@
 """One domain on virtual time: continuous batching, chunked prefill, pages, preemption.
 
-Its steps take what the cost model says. Decode steps between two changes of the batch are one event; a
-change cuts that short at the next step boundary.
+Its steps take what the cost model says. Decode steps between two changes of the batch are one event (the
+coarse grain); a change cuts that short at a step boundary. As in the engine, steps are planned ahead: who
+arrives beside running requests begins after the step in flight and those planned behind it.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,14 +15,14 @@ from typing import Literal, Protocol
 
 from dynamictp.control.values import StepSample
 from dynamictp.cost.hardware import EngineLimits
-from dynamictp.cost.steps import StepModel
 from dynamictp.layout import PlacedShape
 from dynamictp.sim.loop import Event, EventLoop
 from dynamictp.sim.requests import SimRequest
+from dynamictp.sim.steptimes import StepTimes
 
 State = Literal["preparing", "serving", "draining", "closed"]
-_LONGEST_RUN_S = 0.5
-"""Decode steps of at most this long are one event, so that figures of running requests are fresh."""
+LONGEST_RUN_S = 1.0
+"""Decode steps of at most this long are one event: contexts grow meanwhile."""
 
 
 @dataclass(slots=True)
@@ -34,14 +34,23 @@ class Run:
     steps: int
     end: Event
     rows: int
+    context: float
+    """Sum of the contexts of the rows when it began, tokens."""
+    sharers: int = 0
+    tokens: int = 0
+    """Of prompts."""
     chunks: list[tuple[SimRequest, int]] = field(default_factory=list)
+
+    def done(self, now: float) -> int:
+        """Steps that are complete at `now`, while it is in flight."""
+        return min(int((now - self.start_s) / self.step_s + 1e-9), self.steps - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a step's time depends on outside the domain."""
 
-    model: StepModel
+    times: StepTimes
     sharers: int
     """Busy domains on the same devices, which take turns with it."""
     factor: float
@@ -54,8 +63,17 @@ class Host(Protocol):
 
     def surroundings(self, domain: SimDomain) -> Surroundings: ...
 
-    def on_step(self, domain: SimDomain, sample: StepSample) -> None:
+    def wants_sample(self, domain: SimDomain, *, prefill: bool) -> bool:
+        """A measured step of that kind is asked for."""
+
+    def on_sample(self, domain: SimDomain, sample: StepSample) -> None:
         """A step begins; `sample` says what it will have taken."""
+
+    def on_work(self, domain: SimDomain, run: Run) -> None:
+        """Steps are complete."""
+
+    def on_prompt_token(self, domain: SimDomain, request: SimRequest) -> None:
+        """A prompt (or what had to be computed again) is complete and brought a token."""
 
     def breaks(self, domain: SimDomain) -> bool:
         """The domain failed in the step that would be complete now, and is taken apart."""
@@ -80,14 +98,17 @@ class SimDomain:
         limits: EngineLimits,
         quota_tokens: float,
         host: Host,
+        longest_run_s: float = LONGEST_RUN_S,
     ) -> None:
+        """`longest_run_s` 0: every step is an event of its own (the single-step grain)."""
         self.epoch, self.placed = epoch, placed
         self.state: State = "preparing"
         self.quota = quota_tokens
         self.used = 0.0
         """Tokens of pages, half a page more for each request."""
-        self.busy_s = 0.0
         self.run: Run | None = None
+        self.backlog = 0
+        """Prompt tokens yet to be computed."""
         self._loop, self._limits = loop, limits
         self._host = host
         self._prefilling: dict[SimRequest, None] = {}
@@ -97,6 +118,10 @@ class SimDomain:
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._order = count()
         self._steps = 0
+        """Decode steps that are complete."""
+        self._next = 0
+        """Number of the next step to begin, of any kind."""
+        self._longest_run_s = longest_run_s
         self._context = 0.0
         """Sum of the contexts of decoding requests."""
 
@@ -115,13 +140,13 @@ class SimDomain:
         return len(self._prefilling) + len(self._decoding) + len(self._joining)
 
     @property
-    def rows_free(self) -> int:
-        return self._limits.max_num_seqs - self.running
+    def decoders(self) -> int:
+        """Requests past their first token."""
+        return len(self._decoding)
 
     @property
-    def backlog(self) -> int:
-        """Prompt tokens yet to be computed."""
-        return sum(request.to_prefill for request in self._prefilling)
+    def rows_free(self) -> int:
+        return self._limits.max_num_seqs - self.running
 
     @property
     def context_mean(self) -> float:
@@ -134,8 +159,24 @@ class SimDomain:
 
     def decoding(self) -> Iterator[tuple[SimRequest, int]]:
         """Requests that decode, with the tokens each has generated."""
+        run = self.run
+        steps = self._steps + (run.done(self._loop.now()) if run is not None and run.rows else 0)
         for request in self._decoding:
-            yield request, request.generated + self._steps - request.joined
+            yield request, request.generated + steps - request.joined
+
+    def settled(self) -> Iterator[tuple[SimRequest, int]]:
+        """Requests with the tokens that each has from steps that are complete."""
+        for request in self.requests():
+            more = self._steps - request.joined if request in self._decoding else 0
+            yield request, request.generated + more
+
+    def held_tokens(self) -> float:
+        """Tokens of pages of its requests, counted one by one."""
+        return sum(r.prompt + tokens + self._limits.page_tokens / 2 for r, tokens in self.settled())
+
+    def unserved(self) -> Iterator[SimRequest]:
+        """Requests without a first token."""
+        return (request for request in self._prefilling if request.first_token_s is None)
 
     def fits(self, request: SimRequest) -> bool:
         """Its known tokens have room. An empty domain takes any one request, as the engine's does."""
@@ -149,6 +190,8 @@ class SimDomain:
         if not request.degrees or request.degrees[-1] != self.tp:
             request.degrees.append(self.tp)
         if request.to_prefill or not request.generated:
+            request.ready = self._ready()
+            self.backlog += request.to_prefill
             self._prefilling[request] = None
         elif self.run is None:
             self._begin_decoding(request)
@@ -156,24 +199,34 @@ class SimDomain:
             self._joining[request] = None
         self.cut()
 
+    def _ready(self) -> int:
+        """The first step that a request which comes now may be part of."""
+        run, ahead = self.run, self._limits.steps_ahead
+        if run is None:
+            return self._next + (ahead if self._decoding or self._prefilling else 0)
+        return self._next - run.steps + run.done(self._loop.now()) + 1 + ahead
+
     def take(self, request: SimRequest) -> None:
         """Take a request off, between two steps; its computed tokens stay counted."""
         if request in self._decoding:
             del self._decoding[request]
             self._fold(request)
+        elif request in self._prefilling:
+            del self._prefilling[request]
+            self.backlog -= request.to_prefill
         else:
-            self._prefilling.pop(request, None)
             self._joining.pop(request, None)
         self.used -= self._pages(request)
 
-    def cut(self) -> None:
-        """End the run at the next step boundary."""
+    def cut(self, ahead: int | None = None) -> None:
+        """End the run where who came just now may begin; `ahead` 0: at the next step boundary."""
         run = self.run
         if run is None or run.steps == 1:
             return
-        done = max(1, math.ceil((self._loop.now() - run.start_s) / run.step_s - 1e-9))
+        done = run.done(self._loop.now()) + 1 + (self._limits.steps_ahead if ahead is None else ahead)
         if done < run.steps:
             run.end.cancel()
+            self._next -= run.steps - done
             run.steps = done
             end_s = max(run.start_s + done * run.step_s, self._loop.now())
             run.end = self._loop.at(end_s, self._complete)
@@ -191,33 +244,67 @@ class SimDomain:
 
     def start(self) -> None:
         """Begin the next step or run of steps, if there is work and none is in flight."""
-        if self.run is not None or not self.running:
+        if self.run is not None or not (self._decoding or self._prefilling):
             return
         self._make_room()
         rows = len(self._decoding)
         around = self._host.surroundings(self)
-        chunks = self._chunks(rows, around.model)
-        tokens = sum(size for _, size in chunks)
+        chunks, later = self._chunks(rows, around.times)
         if not rows and not chunks:
-            return
-        step_s = self._step_s(rows, chunks, around.model) * around.factor * (1 + around.sharers)
-        steps = 1 if chunks else self._decode_steps(rows, step_s)
-        end = self._loop.after(steps * step_s, self._complete)
-        self.run = Run(self._loop.now(), step_s, steps, end, rows, chunks)
-        past = sum(request.computed * size for request, size in chunks) / tokens if tokens else 0.0
-        self._host.on_step(
-            self,
-            StepSample(
-                self.tp,
-                step_s,
-                rows,
-                self.context_mean,
-                tokens,
-                past,
-                exclusive=not around.sharers,
-                active_devices=around.active_devices,
-            ),
-        )
+            if not self._prefilling:
+                return
+            # Nothing was planned ahead: it begins at once.
+            self._next = later
+            chunks, later = self._chunks(rows, around.times)
+        tokens = sum([size for _, size in chunks])
+        step_s, steps = self._lengths(rows, chunks, tokens, later, around)
+        now = self._loop.now()
+        end = self._loop.at(now + steps * step_s, self._complete)
+        self.run = Run(now, step_s, steps, end, rows, self._context, around.sharers, tokens, chunks)
+        self._next += steps
+        if self._host.wants_sample(self, prefill=tokens > 0):
+            past = sum(request.computed * size for request, size in chunks) / tokens if tokens else 0.0
+            self._host.on_sample(
+                self,
+                StepSample(
+                    self.tp,
+                    step_s,
+                    rows,
+                    self.context_mean,
+                    tokens,
+                    past,
+                    exclusive=not around.sharers,
+                    active_devices=around.active_devices,
+                ),
+            )
+
+    def _lengths(
+        self,
+        rows: int,
+        chunks: list[tuple[SimRequest, int]],
+        tokens: int,
+        later: int,
+        around: Surroundings,
+    ) -> tuple[float, int]:
+        """(seconds of a step, steps) of the next run. A run takes its steps at the context of its middle:
+        attention is linear in it."""
+        times = around.times
+        factor = around.factor * (1 + around.sharers)
+        plain_s = times.base_s(rows + tokens, rows + len(chunks))
+        if chunks:
+            for request, size in chunks:
+                plain_s += times.prompt_attention_s(size, request.computed)
+            if rows:
+                plain_s += times.decode_attention_s(rows, self._context / rows)
+            return plain_s * factor, 1
+        context = self._context / rows
+        step_s = (plain_s + times.decode_attention_s(rows, context)) * factor
+        steps = self._decode_steps(rows, step_s)
+        if later:
+            steps = max(1, min(steps, later - self._next))
+        if steps > 1:
+            step_s = (plain_s + times.decode_attention_s(rows, context + (steps - 1) / 2)) * factor
+        return step_s, steps
 
     def _make_room(self) -> None:
         """Preempt the newest decoding requests until the next token of the others fits."""
@@ -228,37 +315,32 @@ class SimDomain:
             victim.recomputes += 1
             self._host.on_preempted(victim)
 
-    def _chunks(self, rows: int, model: StepModel) -> list[tuple[SimRequest, int]]:
+    def _chunks(self, rows: int, times: StepTimes) -> tuple[list[tuple[SimRequest, int]], int]:
+        """Chunks of the next step, and the first later step that a request waits for (0: none does)."""
         if not self._prefilling:
-            return []
+            return [], 0
         limits = self._limits
         budget = limits.max_batched_tokens - rows
         if rows and limits.max_step_s:
-            each = model.base(limits.max_batched_tokens, 1.0).total_s / limits.max_batched_tokens
-            left = limits.max_step_s - model.decode(rows, self.context_mean).total_s
-            budget = min(budget, max(limits.page_tokens, int(left / each)))
-        chunks = []
+            left = limits.max_step_s - times.decode_s(rows, self.context_mean)
+            timed = int(left / times.prompt_token_s(limits.max_batched_tokens))
+            budget = min(budget, max(limits.page_tokens, timed))
+        chunks, later = [], 0
         for request in self._prefilling:
+            if request.ready > self._next:
+                later = min(later, request.ready) if later else request.ready
+                continue
             size = min(request.to_prefill, budget)
             if size < 1:
                 break
             chunks.append((request, size))
             budget -= size
-        return chunks
-
-    def _step_s(self, rows: int, chunks: list[tuple[SimRequest, int]], model: StepModel) -> float:
-        tokens = sum(size for _, size in chunks)
-        seconds = model.base(rows + tokens, rows + len(chunks)).total_s
-        if rows:
-            seconds += model.decode_attention_s(rows, self.context_mean)
-        for request, size in chunks:
-            seconds += model.prompt_attention_s(size, request.computed)
-        return seconds
+        return chunks, later
 
     def _decode_steps(self, rows: int, step_s: float) -> int:
         until_end = self._next_end() - self._steps
         room = (self.quota - self.used) / rows
-        return max(1, min(until_end, int(room), int(_LONGEST_RUN_S / step_s)))
+        return max(1, min(until_end, int(room), int(self._longest_run_s / step_s)))
 
     def _next_end(self) -> int:
         while self._ends[0][2] not in self._decoding or self._ends[0][0] != self._end_of(self._ends[0][2]):
@@ -275,7 +357,7 @@ class SimDomain:
         self.run = None
         if self._host.breaks(self):
             return
-        self.busy_s += run.steps * run.step_s
+        self._host.on_work(self, run)
         if run.rows:
             self._steps += run.steps
             grown = float(run.rows * run.steps)
@@ -283,6 +365,7 @@ class SimDomain:
             self.used += grown
         for request, size in run.chunks:
             request.computed += size
+            self.backlog -= size
             if not request.to_prefill:
                 self._first_or_next_token(request)
         done = []
@@ -301,8 +384,7 @@ class SimDomain:
         del self._prefilling[request]
         request.generated += 1
         self.used += 1
-        if request.first_token_s is None:
-            request.first_token_s = self._loop.now()
+        self._host.on_prompt_token(self, request)
         if request.generated >= request.output:
             self.used -= self._pages(request)
             self._end(request)

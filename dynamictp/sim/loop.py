@@ -25,8 +25,8 @@ class Event:
 class EventLoop:
     """Owner of virtual time; a `Clock`. Events of one moment happen in the order in which they were set."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now = start_s
         self._order = count()
         self._heap: list[tuple[float, int, Event]] = []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -19,14 +19,14 @@ from dynamictp.control.facts import PoolFacts
 from dynamictp.control.route import DomainLoad, RampSides, RequestNeed, RouteState, route
 from dynamictp.control.values import StepSample
 from dynamictp.cost.steps import StepModel
-from dynamictp.layout import LayoutSpec, PlacedShape
-from dynamictp.sim.domain import SimDomain, Surroundings
+from dynamictp.layout import PlacedShape
+from dynamictp.sim.domain import LONGEST_RUN_S, Run, SimDomain, Surroundings
 from dynamictp.sim.loop import EventLoop
 from dynamictp.sim.requests import SimRequest
+from dynamictp.sim.steptimes import StepTimes
 
 _EXPECTED_OUTPUT = 128
 _MOST_SKIPPED = 16
-_SAMPLES_OF_A_KIND = 1
 
 
 class SwitchTimes(msgspec.Struct, frozen=True):
@@ -34,6 +34,10 @@ class SwitchTimes(msgspec.Struct, frozen=True):
 
     prepare_s: float = 0.05
     commit_s: float = 0.005
+
+
+Drift = tuple[tuple[float, float], ...]
+"""(from when on, factor on step times), by rising time: a machine whose speed is not always the same."""
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -48,15 +52,45 @@ class Faults(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class DomainLife:
+    """When a domain came to which state, seconds; None: never."""
+
+    epoch: int
+    shape: str
+    devices: tuple[int, ...]
+    opened_s: float
+    serving_s: float | None = None
+    draining_s: float | None = None
+    closed_s: float | None = None
+
+
+@dataclass(slots=True)
 class NodeTotals:
     """What a run adds up to."""
 
-    finished: list[SimRequest] = field(default_factory=list)
     device_s: float = 0.0
-    """Devices in some domain × time."""
+    """Devices in some domain × time, those that are being prepared included."""
     busy_s: float = 0.0
+    """Devices in a step × time."""
+    flops: float = 0.0
+    """Of the model, as the literature counts them: what is recomputed counts again, padding does not."""
+    prefilled: int = 0
+    """Prompt tokens computed."""
+    decoded: int = 0
+    """Tokens from decode steps; each prompt brings one more."""
+    prompts: int = 0
+    """Prompts that were computed to their end, each with a token."""
     preemptions: int = 0
-    generated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flops:
+    """Floating-point operations: of a token's matrix products, of its logits, and of a pair of a token and
+    one that it attends to (all layers; windowed ones as if full)."""
+
+    body: float
+    head: float
+    pair: float
 
 
 class Node:
@@ -73,24 +107,45 @@ class Node:
         noise: float = 0.0,
         seed: int = 0,
         faults: Faults | None = None,
+        longest_run_s: float = LONGEST_RUN_S,
+        sample_every_s: float = 0.0,
+        drift: Drift = (),
     ) -> None:
         self.loop, self.facts, self.devices = loop, facts, devices
         self.faults = faults or Faults()
         self.totals = NodeTotals()
         self.domains: dict[int, SimDomain] = {}
+        self.lives: dict[int, DomainLife] = {}
+        """Of all domains that ever were, by epoch."""
         self.waiting: list[SimRequest] = []
         self.routing = RouteState(long_prompt_tokens=config.long_prompt_tokens)
         self.ramp: RampSides[SimDomain] | None = None
         """Of the switch under way; its switcher's to set."""
+        self.hits = self.queries = 0
+        """Prompt tokens found in the prefix cache, of those asked for."""
+        self.on_first: Callable[[SimRequest], None] = lambda request: None
         self.on_finish: Callable[[SimDomain, SimRequest], None] = lambda domain, request: None
         self.on_broken: Callable[[SimDomain], None] = lambda domain: None
         self.on_idle: Callable[[SimDomain], None] = lambda domain: None
-        self._models: dict[tuple[int, int], StepModel] = {}
+        self._times: dict[tuple[int, int], StepTimes] = {}
+        self._rivals: dict[int, list[SimDomain]] = {}
+        """By epoch: domains in use with a device in common."""
+        self._serving: list[SimDomain] = []
+        self._longest_run_s = longest_run_s
+        self._cached: set[str] = set()
+        shape = facts.shape
+        head = 2.0 * shape.vocab * shape.hidden
+        self._flops = _Flops(
+            2.0 * shape.active_parameters - head, head, shape.layers * shape.attention_flops_per_pair
+        )
         self._noise = noise
         self._rng = np.random.default_rng(seed)
         self._epoch = 0
-        self._samples: dict[tuple[int, bool], list[StepSample]] = {}
-        self._accounted_s = 0.0
+        self._samples: dict[tuple[int, bool], StepSample] = {}
+        self._sample_every_s = sample_every_s
+        self._sampled_s: dict[tuple[int, bool], float] = {}
+        self._drift, self._drifted = drift, 0
+        self._accounted_s = loop.now()
 
     # ------------------------------------------------------------ requests
 
@@ -129,17 +184,30 @@ class Node:
 
     def open(self, placed: PlacedShape) -> SimDomain:
         """A new domain, not serving yet."""
+        self.account()
         self._epoch += 1
         quota = self.facts.kv_tokens_per_device * placed.shape.devices
         domain = SimDomain(
-            self._epoch, placed, self.loop, limits=self.facts.limits, quota_tokens=quota, host=self
-        )
+            self._epoch, placed, self.loop, limits=self.facts.limits, quota_tokens=quota, host=self,
+            longest_run_s=self._longest_run_s,
+        )  # fmt: skip
         self.domains[domain.epoch] = domain
+        self.lives[domain.epoch] = DomainLife(
+            domain.epoch, str(placed.shape), placed.devices, self.loop.now()
+        )
         return domain
 
     def serve(self, domain: SimDomain) -> None:
-        self.account()
         domain.state = "serving"
+        life = self.lives[domain.epoch]
+        life.serving_s, life.draining_s = life.serving_s or self.loop.now(), None
+        self._changed()
+
+    def drain(self, domain: SimDomain) -> None:
+        """It takes no new requests any more."""
+        domain.state = "draining"
+        self.lives[domain.epoch].draining_s = self.loop.now()
+        self._changed()
 
     def close(self, domain: SimDomain) -> None:
         """Take a domain away; it must be empty."""
@@ -147,8 +215,9 @@ class Node:
             raise RuntimeError(f"domain {domain.epoch} closes with {domain.running} requests")
         self.account()
         domain.state = "closed"
-        self.totals.busy_s += domain.busy_s
+        self.lives[domain.epoch].closed_s = self.loop.now()
         del self.domains[domain.epoch]
+        self._changed()
 
     def hand_over(self, domain: SimDomain) -> None:
         """Move all requests of a domain that has no step in flight to serving ones, with their pages where
@@ -156,7 +225,7 @@ class Node:
         for request in tuple(domain.requests()):
             domain.take(request)
             request.handovers += 1
-            chosen = self._route(request, [d for d in self._serving() if d is not domain])
+            chosen = self._route(request, [d for d in self._serving if d is not domain])
             if chosen is not None and self.facts.device.shared_memory:
                 chosen.add(request)
             else:
@@ -165,32 +234,88 @@ class Node:
     def account(self) -> None:
         """Add up device seconds until now."""
         now = self.loop.now()
-        used = {device for d in self._in_use() for device in d.devices}
-        self.totals.device_s += len(used) * (now - self._accounted_s)
-        self._accounted_s = now
+        if now > self._accounted_s:
+            used = {device for d in self.domains.values() for device in d.devices}
+            self.totals.device_s += len(used) * (now - self._accounted_s)
+            self._accounted_s = now
+
+    def speed(self) -> tuple[float, int, int]:
+        """(prompt tokens per second beside what decodes, rows, rows that decode) of the serving domains."""
+        rate, rows, decoding = 0.0, 0, 0
+        for domain in self._serving:
+            times = self.times(domain.tp, domain.tp)
+            beside = domain.decoders
+            tokens = max(self.facts.limits.max_batched_tokens - beside, 1)
+            step_s = times.base_s(tokens + beside, beside + 1)
+            if beside:
+                step_s += times.decode_attention_s(beside, domain.context_mean)
+            rate += tokens / step_s
+            rows += self.facts.limits.max_num_seqs
+            decoding += beside
+        return rate, rows, decoding
 
     def take_samples(self) -> tuple[StepSample, ...]:
-        """Measured steps since the last call, a few of each kind."""
-        samples = tuple(sample for kind in self._samples.values() for sample in kind)
+        """Measured steps since the last call, one of each kind."""
+        samples = tuple(self._samples.values())
         self._samples.clear()
         return samples
 
     # ------------------------------------------------------------ as the domains' host
 
     def surroundings(self, domain: SimDomain) -> Surroundings:
-        busy = [d for d in self._in_use() if d.running]
-        sharers = sum(d is not domain and not set(d.devices).isdisjoint(domain.devices) for d in busy)
-        active = len({device for d in (*busy, domain) for device in d.devices})
-        shared = self.facts.device.shared_bandwidth is not None
-        factor = self.faults.slow.get(str(domain.placed.shape), 1.0)
+        sharers = sum(1 for rival in self._rivals.get(domain.epoch, ()) if rival.running)
+        active = domain.tp
+        if self.facts.device.shared_bandwidth is not None:
+            busy = [d for d in self._in_use() if d.running or d is domain]
+            active = len({device for d in busy for device in d.devices})
+        factor = 1.0
+        if self.faults.slow:
+            factor = self.faults.slow.get(str(domain.placed.shape), 1.0)
+        if self._drift:
+            factor *= self._speed_now()
         if self._noise:
             factor *= float(self._rng.lognormal(-(self._noise**2) / 2, self._noise))
-        return Surroundings(self._model(domain.tp, active if shared else domain.tp), sharers, factor, active)
+        return Surroundings(self.times(domain.tp, active), sharers, factor, active)
 
-    def on_step(self, domain: SimDomain, sample: StepSample) -> None:
-        kind = self._samples.setdefault((sample.tp, sample.prefill_tokens > 0), [])
-        if len(kind) < _SAMPLES_OF_A_KIND:
-            kind.append(sample)
+    def _speed_now(self) -> float:
+        drift, now = self._drift, self.loop.now()
+        while self._drifted + 1 < len(drift) and drift[self._drifted + 1][0] <= now:
+            self._drifted += 1
+        return drift[self._drifted][1]
+
+    def wants_sample(self, domain: SimDomain, *, prefill: bool) -> bool:
+        kind = (domain.tp, prefill)
+        if kind in self._samples:
+            return False
+        return not self._sample_every_s or self.loop.now() >= self._sampled_s.get(kind, 0.0)
+
+    def on_sample(self, domain: SimDomain, sample: StepSample) -> None:
+        kind = (sample.tp, sample.prefill_tokens > 0)
+        self._samples[kind] = sample
+        self._sampled_s[kind] = self.loop.now() + self._sample_every_s
+
+    def on_work(self, domain: SimDomain, run: Run) -> None:
+        totals, flops, steps = self.totals, self._flops, run.steps
+        # Domains that take turns on a device each have it for their part of the time.
+        totals.busy_s += steps * run.step_s * len(domain.devices) / (1 + run.sharers)
+        work = flops.body * (run.rows * steps + run.tokens) + flops.head * (
+            run.rows * steps + len(run.chunks)
+        )
+        if run.rows:
+            totals.decoded += run.rows * steps
+            work += flops.pair * steps * (run.context + run.rows * (steps - 1) / 2)
+        if run.tokens:
+            totals.prefilled += run.tokens
+            work += flops.pair * sum([size * (r.computed + size / 2) for r, size in run.chunks])
+        totals.flops += work
+
+    def on_prompt_token(self, domain: SimDomain, request: SimRequest) -> None:
+        self.totals.prompts += 1
+        if request.first_token_s is None:
+            request.first_token_s = self.loop.now()
+            if request.prefix:
+                self._cached.add(request.prefix)
+            self.on_first(request)
 
     def breaks(self, domain: SimDomain) -> bool:
         if str(domain.placed.shape) not in self.faults.failing:
@@ -203,8 +328,6 @@ class Node:
         self.pump()
 
     def on_finished(self, domain: SimDomain, request: SimRequest) -> None:
-        self.totals.finished.append(request)
-        self.totals.generated += request.output
         self.on_finish(domain, request)
 
     def on_preempted(self, request: SimRequest) -> None:
@@ -217,8 +340,14 @@ class Node:
     def _queue(self, request: SimRequest) -> None:
         insort(self.waiting, request, key=lambda r: (not r.resumed, -r.priority, r.arrival_s))
 
-    def _serving(self) -> list[SimDomain]:
-        return [domain for domain in self.domains.values() if domain.state == "serving"]
+    def _changed(self) -> None:
+        """Some domain's state is another one now."""
+        self._serving = [domain for domain in self.domains.values() if domain.state == "serving"]
+        used = self._in_use()
+        self._rivals = {
+            d.epoch: [o for o in used if o is not d and not set(o.devices).isdisjoint(d.devices)]
+            for d in used
+        }
 
     def _in_use(self) -> list[SimDomain]:
         return [domain for domain in self.domains.values() if domain.state in {"serving", "draining"}]
@@ -226,10 +355,11 @@ class Node:
     def _admit(self) -> None:
         """In order; one that waits for room makes those behind it wait. Only one that no serving domain could
         hold even when empty is passed over."""
-        serving = self._serving()
+        serving = self._serving
         index = 0
         while index < len(self.waiting) and index <= _MOST_SKIPPED:
             request = self.waiting[index]
+            self._look_up(request)
             chosen = self._route(request, serving, self.facts.limits.max_batched_tokens)
             if chosen is not None:
                 del self.waiting[index]
@@ -238,6 +368,18 @@ class Node:
                 return
             else:
                 index += 1
+
+    def _look_up(self, request: SimRequest) -> None:
+        """Whole pages of a prefix that others have computed need not be computed again. The last token
+        always is: its logits are needed."""
+        if not request.prefix or request.computed or request.looked_up:
+            return
+        request.looked_up = True
+        self.queries += request.prompt
+        if request.prefix in self._cached:
+            page = self.facts.limits.page_tokens
+            request.computed = min(request.prefix_tokens, request.prompt - 1) // page * page
+            self.hits += request.computed
 
     def _route(
         self, request: SimRequest, domains: Sequence[SimDomain], most_backlog: float = math.inf
@@ -274,28 +416,23 @@ class Node:
         return self.domains[chosen.epoch]
 
     def _load(self, domain: SimDomain, request: SimRequest) -> DomainLoad:
-        model = self._model(domain.tp, domain.tp)
-        rows = domain.running + 1
-        most = self.facts.limits.max_batched_tokens
+        times = self.times(domain.tp, domain.tp)
         return DomainLoad(
             domain.epoch,
             len(domain.devices),
             domain.running,
             domain.rows_free,
             1 if domain.fits(request) else 0,
-            step_s=model.decode(rows, max(domain.context_mean, 1.0)).total_s,
-            token_s=model.base(most, 1.0).total_s / most,
+            step_s=times.decode_s(domain.running + 1, max(domain.context_mean, 1.0)),
+            token_s=times.prompt_token_s(self.facts.limits.max_batched_tokens),
             backlog_tokens=domain.backlog,
         )
 
-    def _model(self, tp: int, active_devices: int) -> StepModel:
+    def times(self, tp: int, active_devices: int) -> StepTimes:
+        """Step times of that degree while so many devices of the node work."""
         key = (tp, max(tp, active_devices))
-        model = self._models.get(key)
-        if model is None:
-            model = self._models[key] = StepModel(self.facts.domain(*key, self.facts.calibration))
-        return model
-
-
-def spec_of(domains: Sequence[SimDomain]) -> LayoutSpec:
-    """The layout that these domains make."""
-    return LayoutSpec(tuple(domain.placed.shape for domain in domains))
+        times = self._times.get(key)
+        if times is None:
+            domain = self.facts.domain(*key, self.facts.calibration)
+            times = self._times[key] = StepTimes(StepModel(domain))
+        return times

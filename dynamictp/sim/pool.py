@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 import msgspec
 
@@ -17,13 +18,17 @@ from dynamictp.control.planner import decide
 from dynamictp.control.reconciler import Observed, Reconciler
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason, Running, Waiting
-from dynamictp.control.windows import Stream, TrafficWindows, Who
+from dynamictp.control.windows import FEW_TOKENS, Stream, TrafficWindows
 from dynamictp.messages import SwitchStatus
-from dynamictp.sim.domain import SimDomain
+from dynamictp.sim.domain import LONGEST_RUN_S, SimDomain
+from dynamictp.sim.gate import Gate
 from dynamictp.sim.loop import EventLoop
-from dynamictp.sim.node import Faults, Node, SwitchTimes
+from dynamictp.sim.node import Drift, Faults, Node, SwitchTimes
 from dynamictp.sim.requests import SimRequest
 from dynamictp.sim.switching import Switcher, SwitchRecord
+
+_KEPT_TABLES = 512
+"""Profiles of days of traffic come again."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +45,29 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     faults: Faults = Faults()
     noise: float = 0.0
     seed: int = 0
+    max_wait_s: float = 0.0
+    """Requests whose predicted wait is longer are refused; 0: none is."""
+    longest_run_s: float = LONGEST_RUN_S
+    """Grain: decode steps of up to so long are one event; 0: each one is."""
+    drift: Drift = ()
+    start_s: float = 0.0
+    """Time of the clock at the beginning."""
+    state: PlannerState = PlannerState()
+    """Of the planner at the beginning."""
+    sample_every_s: float = 0.0
+    """The planner is told of at most one measured step of a kind in that time."""
+
+
+class Observer(Protocol):
+    """Who is told what happens, where nothing is kept."""
+
+    def on_arrival(self, request: SimRequest) -> None: ...
+
+    def on_refused(self, request: SimRequest, reason: str) -> None: ...
+
+    def on_finished(self, request: SimRequest) -> None: ...
+
+    def on_decision(self, snapshot: PoolSnapshot, decision: Decision) -> None: ...
 
 
 @dataclass
@@ -55,6 +83,7 @@ class Outcome:
     decisions: list[Decision]
     device_s: float
     preemptions: int
+    refused: int = 0
     alarms: set[str] = field(default_factory=set)
 
     def switches_per_hour(self, *, forced: bool | None = None) -> float:
@@ -78,9 +107,10 @@ class Outcome:
 class SimPool:
     """Owner of one pool's loop, node, switcher and planner state."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, observer: Observer | None = None) -> None:
+        """With an `observer` requests and decisions are told to it and not kept, however long it lasts."""
         self.setup, config = setup, setup.config
-        self.loop = EventLoop()
+        self.loop = EventLoop(setup.start_s)
         self.node = Node(
             self.loop,
             setup.facts,
@@ -89,6 +119,9 @@ class SimPool:
             noise=setup.noise,
             seed=setup.seed,
             faults=setup.faults,
+            longest_run_s=setup.longest_run_s,
+            sample_every_s=setup.sample_every_s,
+            drift=setup.drift,
         )
         self.switcher = Switcher(self.node, setup.layout, setup.times, config)
         self._ids = count(1)
@@ -98,12 +131,17 @@ class SimPool:
         self.switcher.on_status = self._switched
         self.available = setup.devices
         facts = setup.believed or setup.facts
-        self.journal = Journal(facts, config, PlannerState())
-        self._cost, self._state = CostBook(facts), PlannerState()
-        self._traffic = TrafficWindows(0.0, config)
-        self._first_seen: set[SimRequest] = set()
-        self._timeline = [(0.0, setup.layout)]
+        self.journal = Journal(facts, config, setup.state)
+        self._cost, self._state = CostBook(facts, _KEPT_TABLES), setup.state
+        self._traffic = TrafficWindows(setup.start_s, config)
+        self._gate = Gate(self.node, setup.max_wait_s)
+        self._observer = observer
+        self.timeline = [(setup.start_s, setup.layout)]
         self._decisions: list[Decision] = []
+        self._done: list[SimRequest] = []
+        self._prefix = (0, 0)
+        self._refused = 0
+        self.node.on_first = self._first_token
         self.node.on_finish = self._finished
 
     def run(
@@ -114,42 +152,54 @@ class SimPool:
         at: Iterable[tuple[float, Callable[[SimPool], None]]] = (),
     ) -> Outcome:
         """Let `requests` arrive and `duration_s` pass; `at` holds other things to do, and when."""
-        for request in requests:
-            if request.arrival_s < duration_s:
-                self.loop.at(request.arrival_s, partial(self._arrive, request))
+        end_s = self.setup.start_s + duration_s
+        self.feed(request for request in requests if request.arrival_s < end_s)
         for time_s, action in at:
             self.loop.at(time_s, partial(action, self))
-        if self.setup.mode != "static":
-            self.loop.every(self.setup.config.interval_s, self._decide)
-        self.loop.run(duration_s)
+        self.start()
+        self.loop.run(end_s)
         self.node.account()
         return Outcome(
             duration_s,
-            self.node.totals.finished,
+            self._done,
             list(self.node.live()),
             self.switcher.records,
-            self._timeline,
+            self.timeline,
             self._decisions,
             self.node.totals.device_s,
             self.node.totals.preemptions,
+            self._refused,
             {alarm for decision in self._decisions for alarm in decision.alarms},
         )
+
+    def feed(self, requests: Iterable[SimRequest]) -> None:
+        """Let them arrive; they are in order of time, and each is asked for when the one before arrives."""
+        self._next(iter(requests))
+
+    def start(self) -> None:
+        """Begin to decide, except in static mode."""
+        if self.setup.mode != "static":
+            self.loop.every(self.setup.config.interval_s, self._decide)
+
+    def _next(self, requests: Iterator[SimRequest]) -> None:
+        request = next(requests, None)
+        if request is not None:
+            self.loop.at(request.arrival_s, partial(self._arrive, request, requests))
 
     def snapshot(self) -> PoolSnapshot:
         """The pool as the planner sees it."""
         now, switcher = self.loop.now(), self.switcher
         contexts, generated, running = 0.0, 0, 0
         streams: list[Stream] = []
+        late = [r.who for r in self.node.waiting if r.first_token_s is None]
         for domain in self.node.domains.values():
             running += domain.running
+            late += [r.who for r in domain.unserved()]
             for request, tokens in domain.decoding():
                 contexts += request.prompt + tokens
                 generated += tokens
-                if request.first_token_s is not None:
-                    streams.append(Stream(_who(request), tokens, request.first_token_s, now))
-            for request in domain.requests():
-                self._first_token(request)
-        late = [_who(request) for request in self.node.live() if request.first_token_s is None]
+                if tokens >= FEW_TOKENS and request.first_token_s is not None:
+                    streams.append(Stream(request.who, tokens, request.first_token_s, now))
         seen = self._traffic.view(now, late, streams)
         return PoolSnapshot(
             time_s=now,
@@ -165,6 +215,7 @@ class SimPool:
             arrivals_2s=seen.arrivals_2s,
             arrivals_10s=seen.arrivals_10s,
             outputs=seen.outputs,
+            prefix_hit_share=self._prefix_share(),
             waiting=self._waiting(now, seen.worst_ttft_ratio),
             running=Running(running, contexts / running, generated / running) if running else Running(),
             ttft=seen.ttft,
@@ -175,8 +226,11 @@ class SimPool:
     def _decide(self) -> None:
         snapshot = self.snapshot()
         decision, self._state = decide(snapshot, self._state, self.setup.config, self._cost)
-        self.journal.add(snapshot, decision, self._state)
-        self._decisions.append(decision)
+        if self._observer is None:
+            self.journal.add(snapshot, decision, self._state)
+            self._decisions.append(decision)
+        else:
+            self._observer.on_decision(snapshot, decision)
         self.reconciler.follow(decision, self.setup.config)
         flight = snapshot.switch
         self.reconciler.step(
@@ -184,8 +238,6 @@ class SimPool:
                 snapshot.layout, self.available, None if flight is None else (flight.id, flight.to_layout)
             )
         )
-        if self._timeline[-1][1] != snapshot.layout:
-            self._timeline.append((snapshot.time_s, snapshot.layout))
 
     def _switched(self, status: SwitchStatus) -> None:
         """A switch ended: the planner decides anew on what is there now, as in the server."""
@@ -193,10 +245,19 @@ class SimPool:
         self.reconciler.on_status(status)
         if status.outcome == "committed":
             self._traffic.committed(self.loop.now())
+            self.timeline.append((self.loop.now(), str(self.switcher.observed)))
         if mine:
             self.reconciler.want(None)
 
+    def _prefix_share(self) -> float:
+        """Of the prompt tokens since the last look, those found in the cache."""
+        hits, queries = self.node.hits - self._prefix[0], self.node.queries - self._prefix[1]
+        self._prefix = (self.node.hits, self.node.queries)
+        return hits / queries if queries else 0.0
+
     def _waiting(self, now: float, worst_ttft_ratio: float) -> Waiting:
+        if not self.node.waiting:
+            return Waiting(worst_ttft_ratio=worst_ttft_ratio)
         fresh = [r for r in self.node.waiting if not r.computed]
         return Waiting(
             requests=len(fresh),
@@ -213,26 +274,33 @@ class SimPool:
         fitting = [next((d for d in degrees if self.node.fits_when_empty(r, d)), 0) for r in stuck]
         return max(fitting, default=0)
 
-    def _arrive(self, request: SimRequest) -> None:
+    def _arrive(self, request: SimRequest, requests: Iterator[SimRequest]) -> None:
+        self._next(requests)
+        observer = self._observer
+        if observer is not None:
+            observer.on_arrival(request)
+        refusal = self._gate.refusal(request)
+        if refusal is not None:
+            self._refused += 1
+            if observer is not None:
+                observer.on_refused(request, refusal.reason)
+            return
         self._traffic.arrived(self.loop.now(), request.prompt)
         self.node.submit(request)
 
     def _first_token(self, request: SimRequest) -> None:
-        if request.first_token_s is not None and request not in self._first_seen:
-            self._first_seen.add(request)
-            self._traffic.first_token(request.first_token_s, _who(request))
+        self._traffic.first_token(self.loop.now(), request.who)
 
     def _finished(self, domain: SimDomain, request: SimRequest) -> None:
-        self._first_token(request)
-        self._first_seen.discard(request)
         now = self.loop.now()
         assert request.first_token_s is not None
-        self._traffic.finished(now, Stream(_who(request), request.output, request.first_token_s, now))
+        self._traffic.finished(now, Stream(request.who, request.output, request.first_token_s, now))
+        self._gate.finished(request)
         self.switcher.finished(domain, request)
-
-
-def _who(request: SimRequest) -> Who:
-    return Who(request.arrival_s, request.prompt, request.request_class, request.tenant)
+        if self._observer is None:
+            self._done.append(request)
+        else:
+            self._observer.on_finished(request)
 
 
 def _in_time(request: SimRequest, config: ControlConfig) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dynamictp.bench.workload.plan import Plan
+from dynamictp.control.windows import Who
 
 
 @dataclass(eq=False, slots=True)
@@ -19,12 +20,19 @@ class SimRequest:
     priority: int = 0
     request_class: str = ""
     tenant: str = ""
+    prefix: str = ""
+    """Names the text that others begin with too; `prefix_tokens` of it."""
+    prefix_tokens: int = 0
+    looked_up: bool = False
+    """Its prefix was looked for."""
     generated: int = 0
     """Tokens generated, without those since `joined` while it decodes."""
     computed: int = 0
     """Tokens whose KV exists."""
     joined: int = -1
     """The domain's step count when it began to decode there; -1: it does not decode."""
+    ready: int = 0
+    """The first step of its domain that it may be part of."""
     first_token_s: float | None = None
     finished_s: float | None = None
     resumed: bool = False
@@ -32,6 +40,11 @@ class SimRequest:
     """Degrees that served it, in order."""
     handovers: int = 0
     recomputes: int = 0
+
+    who: Who = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.who = Who(self.arrival_s, self.prompt, self.request_class, self.tenant)
 
     @property
     def length(self) -> int:
@@ -68,6 +81,8 @@ def requests_of(plan: Plan) -> list[SimRequest]:
             priority=request.priority,
             request_class=request.traffic_class,
             tenant=request.tenant,
+            prefix=request.system.key if request.system is not None else "",
+            prefix_tokens=request.system.tokens if request.system is not None else 0,
         )
         for request in plan.requests
         if not request.follows

@@ -108,7 +108,7 @@ class Switcher:
             return
         if request.arrival_s < switch.record.began_s:
             return
-        model = self.node.surroundings(domain).model
+        model = self.node.surroundings(domain).times.model
         predicted = model.decode(domain.running + 1, request.length).total_s * request.output
         predicted += model.prompt(request.prompt, self.node.facts.limits.max_batched_tokens).total_s
         side = "new" if domain in switch.opening else "old"
@@ -223,7 +223,7 @@ class Switcher:
         switch.record.committed_s, switch.record.outcome = now, "committed"
         self.last_commit_s, self.observed = now, switch.target.spec
         for domain in switch.closing:
-            domain.state = "draining"
+            self.node.drain(domain)
             self.node.loop.after(self.config.drain_deadline_s, partial(self._deadline, domain))
         self.node.pump()
         self._tell(switch, "committed")
@@ -231,7 +231,7 @@ class Switcher:
     def _deadline(self, domain: SimDomain) -> None:
         """What still runs is handed over, between two steps."""
         if domain.state == "draining":
-            domain.cut()
+            domain.cut(ahead=0)
             if domain.run is None:
                 self._on_idle(domain)
 
@@ -262,7 +262,7 @@ class Switcher:
                 self.node.requeue(request, recompute=recompute or not self._shares_memory)
             self.node.close(domain)
         for domain in switch.reviving:
-            domain.state = "draining"
+            self.node.drain(domain)
         self.node.pump()
         self._tell(switch, outcome)
 

@@ -22,6 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_print_config_can_be_read_back(tmp_path: Path) -> None:
     printed = run("serve", "--layout", "tp2", "--print-config")
     assert printed.returncode == 0
+    assert "mode: dynamic\n" in printed.stdout
     file = tmp_path / "again.yaml"
     file.write_text(printed.stdout)
     assert run("serve", "--config", str(file), "--print-config").stdout == printed.stdout

@@ -97,7 +97,7 @@ def test_a_fast_square_wave_does_not_flap() -> None:
 @pytest.mark.parametrize(
     ("arrivals", "layout"),
     [
-        pytest.param("poisson:1.4", "tp1", marks=pytest.mark.soak),
+        pytest.param("poisson:1.2", "tp1", marks=pytest.mark.soak),
         ("poisson:0.9", "tp1"),
         pytest.param("gamma:1.2,cv=1.2", "tp1", marks=pytest.mark.soak),
         pytest.param("poisson:3", "tp2", marks=pytest.mark.soak),
@@ -185,7 +185,7 @@ def test_recorded_arrivals(replay: str, scale: float) -> None:
     """Ten minutes of each trace, lengths scaled to the machine."""
     requests = requests_of(make_plan(Workload(arrivals=replay, duration_s=600, scale=scale)))
     outcome = simulate(cpu_setup("tp1"), requests, 600)
-    assert outcome.switches_per_hour(forced=False) <= 10
+    assert len([switch for switch in outcome.switches if not switch.forced]) <= 2
     assert len(outcome.switches) <= 3
     all_served(outcome)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -111,7 +112,10 @@ async def diagnosed(
 async def test_a_few_streams_are_bound_by_memory(api: Api) -> None:
     seen = await diagnosed(api, 2, 300, 1200, lambda: api.metric("dtp_steps_total", phase="decode") > 100)
     assert seen.without_neighbours() == ["memory_bound"], seen
-    assert "2.0 tokens per step" in seen.evidence("memory_bound")
+    # Tokens are counted when they come, steps four times a second.
+    told = re.search(r"([\d.]+) tokens per step", seen.evidence("memory_bound"))
+    assert told is not None
+    assert 1.2 < float(told[1]) < 3
 
 
 async def test_ranks_that_share_cores_are_bound_by_communication(crowded: Api) -> None:

@@ -17,6 +17,7 @@ from tests.e2e.live import Api, run_cli, until
 pytestmark = pytest.mark.e2e
 
 CONFIG = """
+mode: static
 devices: 3
 kv_memory: 1GiB
 crash_budget: 1

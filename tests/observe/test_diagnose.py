@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dynamictp.bench.record import Bench, ClientFacts, LayoutSample, Run, ServerFacts, Slo, write_json
 from dynamictp.cli import cli
+from dynamictp.cli.diagnose import of_models
 from dynamictp.messages import ArenaFacts, DomainStatus, Snapshot, StepTotals
 from dynamictp.observe.diagnose import Diagnosis, diagnose
 from dynamictp.observe.figures import Figures, figures_of
@@ -349,6 +350,33 @@ def test_figures_come_from_the_difference_and_the_queue_from_between() -> None:
     assert (figures.ttft_s, figures.server_cores, figures.engine_cores) == (1.5, 0.5, None)
     assert figures.foreign_cores == pytest.approx(0.5)
     assert figures.share("wait") == 1
+
+
+def test_each_of_several_models_is_diagnosed_by_its_own_figures() -> None:
+    def look(at: float) -> dict[str, float]:
+        return {
+            "dtp_steps_total{model_name=big}{phase=decode}{tp=2}": 100 * at,
+            "dtp_steps_total{model_name=small}{phase=decode}{tp=1}": 0.0,
+            "dtp_step_seconds_total{model_name=big}{part=weights}{phase=decode}{tp=2}": 0.9 * at,
+            "dtp_generation_tokens_total{domain=tp2@0,1}{model_name=big}": 100 * at,
+            "dtp_kv_cache_usage_ratio{model_name=big}": 0.6,
+            "dtp_kv_cache_usage_ratio{model_name=small}": 0.7,
+            "dtp_num_requests_waiting{model_name=small}": 3.0,
+            "dtp_process_cpu_seconds_total{device=0}{model_name=big}{process=worker}": 1.0 * at,
+            "dtp_process_cpu_seconds_total{device=0}{model_name=small}{process=worker}": 0.8 * at,
+            "dtp_process_cpu_seconds_total{device=}{process=server}": 0.1 * at,
+            "dtp_pool_cores_busy_seconds_total": 2.0 * at,
+        }
+
+    (_, big), (label, small) = of_models("http://x", [look(0.0), look(1.0), look(2.0)], 2.0)
+    assert (big.kv_usage, small.kv_usage) == (0.6, 0.7)
+    assert (big.degree, big.worker_cores, big.server_cores) == (2, 1.0, pytest.approx(0.1))
+    assert big.foreign_cores == small.foreign_cores == pytest.approx(0.1)
+    assert diagnose(big).verdict is Verdict.MEMORY
+    assert (label, diagnose(small).verdict) == ("http://x, model small", Verdict.STALLED)
+    assert [name for name, _ in of_models("http://x", [{}, {}], 2.0)] == ["http://x"]
+    alias = {"vllm:num_requests_running{model_name=demo}": 1.0}
+    assert [name for name, _ in of_models("http://x", [alias, alias], 2.0)] == ["http://x"]
 
 
 def metrics_text(tokens: int) -> str:

@@ -32,6 +32,13 @@ async def test_unknown_paths_and_methods_use_the_envelope(
     assert response.headers["x-request-id"]
 
 
+async def test_the_bare_address_says_what_is_where(stack: Stack) -> None:
+    answer = (await stack.http.get("/")).json()
+    assert (answer["name"], answer["version"]) == ("DynamicTP", dynamictp.__version__)
+    for path in set(answer["paths"].values()):
+        assert (await stack.http.get(path)).status_code in (200, 405), path
+
+
 async def test_wrong_method_is_told_all_the_right_ones(stack: Stack) -> None:
     response = await stack.http.post("/admin/layout", json={})
     assert {"GET", "PUT"} <= {method.strip() for method in response.headers["allow"].split(",")}

@@ -3,55 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from dynamictp.advisor.local import ASSUMPTIONS
-from dynamictp.clock import Clock, ManualClock
-from dynamictp.control.config import ControlConfig, SloTable, build_control
-from dynamictp.control.facts import PoolFacts
+from dynamictp.clock import ManualClock
+from dynamictp.control.config import ControlConfig, build_control
 from dynamictp.control.journal import parse_journal, replay
 from dynamictp.control.reconciler import BACKOFF_S
-from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason
-from dynamictp.cost.figures import Figure
-from dynamictp.cost.hardware import DeviceFacts, EngineLimits, LinkFacts
-from dynamictp.cost.shape import ModelShape
+from dynamictp.control.values import Decision, PoolSnapshot, Reason
 from dynamictp.layout import LayoutSpec, place
 from dynamictp.messages import RampSettings, SetLayout, SwitchStatus
 from dynamictp.server import control_plane
 from dynamictp.server.control_plane import ControlPlane
-from tests.server.server_stack import Stack, facts, running_stack
-
-CONFIG = ControlConfig(slo=SloTable(ttft_p99_s=2.0), ramp_observe_s=0.25)
-
-
-def pool_facts() -> PoolFacts:
-    device = DeviceFacts(
-        name="core",
-        memory_bytes=1e9,
-        bandwidth=Figure(10e9, "assumed", "test"),
-        shared_bandwidth=Figure(20e9, "assumed", "test"),
-        bf16_flops=Figure(100e9, "assumed", "test"),
-        shared_memory=True,
-        node_devices=2,
-    )
-    limits = EngineLimits(max_batched_tokens=64, max_num_seqs=8, max_step_s=0.1, kv_cap=0.7)
-    link = LinkFacts("memory", Figure(20e9, "assumed", "test"), Figure(1e-6, "assumed", "test"))
-    return PoolFacts(
-        ModelShape.of(facts()), device, limits, 1000.0, links=((2, link),), assumptions=ASSUMPTIONS
-    )
-
-
-@asynccontextmanager
-async def planned(
-    mode: Mode = "dynamic", config: ControlConfig = CONFIG, clock: Clock | None = None
-) -> AsyncIterator[tuple[Stack, ControlPlane]]:
-    async with running_stack(mode=mode, clock=clock) as stack:
-        yield stack, stack.service.plan_with(pool_facts(), config)
-
+from tests.server.planned_stack import CONFIG, planned
+from tests.server.server_stack import Stack
 
 Say = Callable[..., None]
 
@@ -98,6 +66,7 @@ async def test_a_decision_becomes_a_ramped_switch_and_is_journaled(says: Say) ->
         answer = (await stack.http.get("/admin/decisions?last=5")).json()["decisions"]
         assert [entry["target"] for entry in answer] == [None, "tp2"]
         assert answer[1]["figures"] == {"load": 0.7}
+        assert time.time() - 60 < answer[1]["decided_at"] <= answer[0]["decided_at"] <= time.time()
         with_snapshots = (await stack.http.get("/admin/decisions?last=1&snapshots=1")).json()["decisions"]
         assert with_snapshots[0]["snapshot"]["layout"] == "tp2"
         switches = (await stack.http.get("/admin/switches")).json()["switches"]
@@ -256,7 +225,7 @@ async def test_what_the_planner_needs_is_called_back_from_leases(says: Say) -> N
         await plane.tick()
         assert last_snapshot(plane).devices_available == 1
         (lease,) = stack.service.desk.pool.leases
-        assert lease.state == "revoking"
+        assert (lease.state, lease.reason) == ("revoking", "the planner wants tp2 (grow_predicted)")
         await plane.tick()
         assert not commands(stack)
         running = asyncio.create_task(plane.run())

@@ -307,9 +307,12 @@ async def test_a_command_that_ends_when_it_is_told_to_still_counts_as_revoked(dy
         running = asyncio.create_task(run_lease(url, "sleep", "600"))
         while not dynamic.service.desk.pool.leases:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        dynamic.service.desk.pool.call_back(1)
-        code, _, _ = await running
+        dynamic.service.desk.pool.call_back(1, "the planner wants tp2 (grow_predicted)")
+        shown = (await dynamic.http.get("/admin/leases")).json()["leases"][0]
+        assert (shown["state"], shown["reason"]) == ("revoking", "the planner wants tp2 (grow_predicted)")
+        code, _, said = await running
     assert code == 76
+    assert "device 1 is called back: the planner wants tp2 (grow_predicted)" in said
 
 
 def _alive(pid: int) -> bool:

@@ -79,12 +79,39 @@ def test_ranks_that_share_a_core_are_counted_of_serving_domains() -> None:
     assert seen(msgspec.structs.replace(wide, state="draining")) == 0
 
 
+def test_labels_are_of_bounded_sets() -> None:
+    """A new label needs a thought, and a row here."""
+    of_few_words = {
+        "alarm", "class", "figure", "finish_reason", "kind", "outcome", "part", "phase", "pool", "process",
+        "reason", "state",
+    }  # fmt: skip
+    of_the_pool = {"device", "domain", "from", "to", "tp"}
+    capped = {"tenant"}  # tests/observe/test_requests.py
+    found = {label for metric in Metrics().collect() for label in getattr(metric, "_labelnames", ())}
+    assert found == of_few_words | of_the_pool | capped
+
+
+def test_domains_that_come_and_go_leave_no_series_of_their_own() -> None:
+    metrics = Metrics()
+    for number in range(3000):
+        domain = DomainStatus(f"d{number}", number, "", 1, 1, (number % 2,), "serving", running=1)
+        metrics.on_snapshot(snapshot(domain, 1))
+        metrics.on_token(domain.id, 0.01, first=False)
+        metrics.on_switch(SwitchStatus(f"s{number}", "tp1@0", "tp1@1", "close", "closed"))
+    names = [name for name in samples(metrics.render().decode()) if "domain" in dict(name[1])]
+    tokens = {dict(labels)["domain"] for name, labels in names if name == "dtp_generation_tokens_total"}
+    assert tokens == {"tp1@0", "tp1@1"}
+    assert len(names) <= 4
+    assert len(metrics._placed) <= 1024
+    assert len(metrics._switch_seen) <= 256
+
+
 def test_a_server_without_metrics_counts_nothing() -> None:
     silent = SilentMetrics()
     before = silent.render()
     silent.on_token("d1", 0.1, first=True)
     silent.on_snapshot(snapshot(DomainStatus("d1", 1, "", 1, 1, (0,), "serving"), 3))
-    silent.on_switch(SwitchStatus("s1", "tp1", "tp2", "manual", "close", "closed"))
+    silent.on_switch(SwitchStatus("s1", "tp1", "tp2", "close", "closed"))
     silent.requests.on_arrival()
     silent.requests.on_queued(0.1)
     silent.requests.on_first_token(20, 0.2)

@@ -18,7 +18,7 @@ from dynamictp.server import control_plane
 from dynamictp.server.service import Service
 from dynamictp.server.shares import DeviceShares, Need
 from tests.server.models_stack import ModelsStack, running_models
-from tests.server.test_control_plane import pool_facts
+from tests.server.planned_stack import pool_facts
 
 TWO = {"big": "tp2", "small": "tp1"}
 

@@ -22,10 +22,8 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 def render(bench: Bench, figures: Sequence[RunFigures]) -> str:
     """The page's text. `figures` are of the bench's runs, in their order."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     runs = bench.runs
-    return template.render(
+    return fill(
         title=_title(bench),
         subtitle=_subtitle(bench),
         identity=identity(bench),
@@ -48,6 +46,12 @@ def render(bench: Bench, figures: Sequence[RunFigures]) -> str:
         columns=GROUP_COLUMNS,
         details=_details(bench),
     )
+
+
+def fill(**values: object) -> str:
+    """The template with these values. Raises jinja2.UndefinedError when one is missing."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(**values)
 
 
 def _title(bench: Bench) -> str:
@@ -85,10 +89,10 @@ def _run(index: int, run: Run, seen: RunFigures, slo: Slo) -> dict[str, Any]:
     text = f"{len(changes)} switches, shaded." if changes else ""
     if polled:
         text += f" {polled} of them were seen by polling, half a second apart."
-    loop = f"Closed loop of {run.users} users." if run.users else ""
+    loop = f"Closed loop of {run.users} users. " if run.users else ""
     return {
         "label": run.label,
-        "about": loop,
+        "about": f"{loop}A point is a request at the time it was due. Dashed: end of the load.",
         "switch_text": text,
         "timeline": plots.timeline(f"time-{index}", run, slo),
         "gaps": plots.switch_gaps(f"gaps-{index}", gaps) if gaps else "",

@@ -49,6 +49,10 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
+Curve = tuple[str, Sequence[float], Sequence[float]]
+"""(label, values ascending, share of requests at or below)."""
+
+
 @contextmanager
 def drawing(name: str, height_in: float) -> Iterator[tuple[Figure, io.StringIO]]:
     """A figure that becomes SVG text when the block ends. `name` keeps ids apart on one page."""
@@ -68,11 +72,18 @@ def svg(out: io.StringIO) -> str:
 
 def cdf_row(name: str, runs: Sequence[Run], slo: Slo) -> str:
     """TTFT, TPOT and E2E of all requests, a line per run."""
+    return cdf_curves(
+        name, {metric: _curves(metric, [(run.label, run.results) for run in runs]) for metric in METRICS}, slo
+    )
+
+
+def cdf_curves(name: str, curves: Mapping[str, Sequence[Curve]], slo: Slo) -> str:
+    """A panel per metric, a line per curve. Seconds."""
     with drawing(name, 3.0) as (figure, out):
-        for axes, metric in zip(figure.subplots(1, 3, sharey=True), METRICS, strict=True):
-            _cdf(axes, metric, [(run.label, run.results) for run in runs], _target(metric, slo))
+        for axes, metric in zip(figure.subplots(1, len(curves), sharey=True), curves, strict=True):
+            _cdf(axes, curves[metric], _target(metric, slo))
             axes.set_title(metric)
-        _legend(figure, len(runs))
+        _legend(figure, len(next(iter(curves.values()))))
     return svg(out)
 
 
@@ -87,18 +98,23 @@ def cdf_grid(name: str, runs: Sequence[Run], key: str, slo: Slo) -> str:
             ]
             own = Slo(*slo.overrides.get(value, (slo.ttft_s, slo.tpot_s)))
             for axes, metric in zip(grid[:, column], ("TTFT", "TPOT"), strict=True):
-                _cdf(axes, metric, chosen, _target(metric, own))
+                _cdf(axes, _curves(metric, chosen), _target(metric, own))
                 axes.set_title(f"{value}: {metric}")
         _legend(figure, len(runs))
     return svg(out)
 
 
-def _cdf(
-    axes: Axes, metric: str, groups: Sequence[tuple[str, Sequence[Result]]], target_s: float | None
-) -> None:
-    for color, (label, results) in zip(_cycle(len(groups)), groups, strict=True):
+def _curves(metric: str, groups: Sequence[tuple[str, Sequence[Result]]]) -> list[Curve]:
+    found = []
+    for label, results in groups:
         values, shares = distribution(results, METRICS[metric])
-        if values.size:
+        found.append((label, values.tolist(), shares.tolist()))
+    return found
+
+
+def _cdf(axes: Axes, curves: Sequence[Curve], target_s: float | None) -> None:
+    for color, (label, values, shares) in zip(_cycle(len(curves)), curves, strict=True):
+        if len(values):
             axes.step(np.maximum(values, 1e-4) * 1e3, shares, where="post", color=color, label=label, lw=1.6)
     if target_s is not None:
         axes.axvline(target_s * 1e3, color=GREY, ls=":", lw=1.2)

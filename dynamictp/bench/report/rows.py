@@ -28,6 +28,11 @@ Cell = Callable[[RunFigures], str]
 
 def side_by_side(runs: Sequence[RunFigures]) -> tuple[Row, ...]:
     """Every headline figure of every run."""
+    return (*request_rows(runs), *client_rows(runs))
+
+
+def request_rows(runs: Sequence[RunFigures]) -> tuple[Row, ...]:
+    """What became of the requests."""
 
     def row(name: str, cell: Cell, note: str = "") -> Row:
         return Row(name, tuple(cell(run) for run in runs), note)
@@ -59,6 +64,16 @@ def side_by_side(runs: Sequence[RunFigures]) -> tuple[Row, ...]:
         Row("Throughput during the load, tokens/s"),
         row("prompts", lambda r: f"{r.total.prefill_tokens_per_s:.0f}"),
         row("output", lambda r: f"{r.total.decode_tokens_per_s:.0f}"),
+    )
+
+
+def client_rows(runs: Sequence[RunFigures]) -> tuple[Row, ...]:
+    """Whether the client did its part."""
+
+    def row(name: str, cell: Cell, note: str = "") -> Row:
+        return Row(name, tuple(cell(run) for run in runs), note)
+
+    return (
         Row("The client"),
         row(
             "verdict", lambda r: "valid" if r.validity.valid else "INVALID: " + "; ".join(r.validity.problems)

@@ -12,16 +12,17 @@ from rich.text import Text
 
 from dynamictp.bench.measure import Group, RunFigures
 from dynamictp.bench.record import Bench
-from dynamictp.bench.report.rows import GROUP_COLUMNS, group_cells, side_by_side
+from dynamictp.bench.report.rows import GROUP_COLUMNS, Row, group_cells, side_by_side
 
 
 def render(bench: Bench, figures: Sequence[RunFigures]) -> RenderableType:
     """Side by side, then classes and tenants of each run."""
-    parts: list[RenderableType] = [_side_by_side(figures)]
+    labels = [run.label for run in figures]
+    parts: list[RenderableType] = [rows_table(labels, side_by_side(figures))]
     for run in figures:
         for what, groups in (("class", run.classes), ("tenant", run.tenants)):
             if len(groups) > 1:
-                parts.append(_groups(f"{run.label}, by {what}; latencies in ms", what, groups))
+                parts.append(groups_table(f"{run.label}, by {what}; latencies in ms", what, groups))
     parts.append(Text(identity(bench), style="dim"))
     return Lines(*parts)
 
@@ -47,12 +48,13 @@ def identity(bench: Bench) -> str:
     return "; ".join(parts) + "."
 
 
-def _side_by_side(figures: Sequence[RunFigures]) -> Table:
+def rows_table(labels: Sequence[str], rows: Sequence[Row]) -> Table:
+    """A column for each label."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for run in figures:
-        table.add_column(run.label, justify="right")
-    for row in side_by_side(figures):
+    for label in labels:
+        table.add_column(label, justify="right")
+    for row in rows:
         if row.heading:
             table.add_section()
             table.add_row(Text(row.name, style="bold"))
@@ -62,7 +64,7 @@ def _side_by_side(figures: Sequence[RunFigures]) -> Table:
     return table
 
 
-def _groups(title: str, what: str, groups: Sequence[Group]) -> Table:
+def groups_table(title: str, what: str, groups: Sequence[Group]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(what)
     for name in GROUP_COLUMNS:

@@ -62,6 +62,17 @@ class RateCurve:
         r0, r1 = self.rates_per_s[i : i + 2]
         return r0 + (r1 - r0) * (t_s - t0) / (t1 - t0)
 
+    def rates_at(self, times_s: Sequence[float]) -> Seconds:
+        """`rate_at` of many times."""
+        times, rates = np.array(self.times_s), np.array(self.rates_per_s)
+        asked = np.array(times_s)
+        i = np.searchsorted(times, asked, side="right") - 1
+        inside = np.minimum(i, len(times) - 2)
+        t0, t1, r0, r1 = times[inside], times[inside + 1], rates[inside], rates[inside + 1]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = r0 + (r1 - r0) * (asked - t0) / (t1 - t0)
+        return np.asarray(np.where(i + 1 >= len(times), rates[-1], found), dtype=np.float64)
+
     def when(self, requests: Seconds) -> Seconds:
         """The times at which the cumulated rate reaches `requests`: its exact inverse."""
         times, rates = np.array(self.times_s), np.array(self.rates_per_s)
@@ -75,6 +86,16 @@ class RateCurve:
             root = rates[i] + np.sqrt(np.maximum(rates[i] ** 2 + 2 * slopes * due, 0.0))
             steps = np.where(due > 0, 2 * due / root, 0.0)
         return times[i] + np.minimum(steps, spans[i])
+
+    def part(self, start_s: float, end_s: float) -> RateCurve | None:
+        """What lies between the two times, as a curve from 0 on; None where nothing comes."""
+        inside = [(t - start_s, r) for t, r in zip(self.times_s, self.rates_per_s, strict=True)
+                  if start_s < t < end_s]  # fmt: skip
+        before_end = self.rate_at(math.nextafter(end_s, 0.0))
+        points = [(0.0, self.rate_at(start_s)), *inside, (end_s - start_s, before_end)]
+        if not any(rate > 0 for _, rate in points):
+            return None
+        return RateCurve(tuple(t for t, _ in points), tuple(rate for _, rate in points))
 
     def stretched(self, speed: float, rate: float = 1.0) -> RateCurve:
         """Played `speed` times as fast, its rates multiplied by `rate`."""
@@ -168,6 +189,23 @@ def day_night(mean_per_s: float, swing: float, day_s: float, duration_s: float) 
     times = np.linspace(0.0, duration_s, count + 1)
     rates = mean_per_s * (1 - swing * np.cos(2 * np.pi * times / day_s))
     return RateCurve(tuple(times.tolist()), tuple(rates.tolist()))
+
+
+def with_spikes(curve: RateCurve, peak_per_s: float, every_s: float, decay_s: float) -> RateCurve:
+    """`curve` with a jump to the peak every `every_s`, from half of it on, that fades into the curve over
+    `decay_s`."""
+    if not 0 < decay_s <= every_s:
+        raise ConfigError(f"a spike of {decay_s:g} s does not fit a period of {every_s:g} s")
+    points = list(zip(curve.times_s, curve.rates_per_s, strict=True))
+    start_s = every_s / 2
+    while start_s < curve.duration_s:
+        end_s = min(start_s + decay_s, curve.duration_s)
+        before, after = curve.rate_at(start_s), curve.rate_at(end_s)
+        points = [point for point in points if not start_s <= point[0] <= end_s]
+        points += [(start_s, before), (start_s, max(peak_per_s, before)), (end_s, after)]
+        start_s += every_s
+    points.sort(key=lambda point: point[0])
+    return RateCurve(tuple(t for t, _ in points), tuple(rate for _, rate in points))
 
 
 def draw(curve: RateCurve, cv: float, rng: np.random.Generator) -> tuple[float, ...]:

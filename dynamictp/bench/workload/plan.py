@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from dynamictp.bench.workload import arrivals
 from dynamictp.bench.workload.arrivals import RateCurve
@@ -25,6 +26,8 @@ from dynamictp.errors import ConfigError
 
 MAX_REQUESTS = 1_000_000
 MAX_TURNS = 32
+WINDOW_S = 3600.0
+"""Longer workloads can be planned a window at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +104,59 @@ def make_plan(workload: Workload) -> Plan:
         openings = _replayed(parsed, workload, time_rng)
     elif isinstance(parsed, ClosedArrivals):
         even = arrivals.constant_rate(1.0, 1.0)
-        openings = _drawn(workload, (0.0,) * parsed.requests, even, class_rng)
+        openings = _drawn(workload, (0.0,) * parsed.requests, even, 1.0, class_rng)
     else:
-        openings = _drawn(workload, _times(parsed, time_rng), parsed.curve, class_rng)
+        curve = parsed.curve
+        openings = _drawn(workload, _times(parsed, time_rng), curve, curve.peak_per_s, class_rng)
     if not openings:
         raise ConfigError(f"{workload.arrivals} over {workload.duration_s:g} s brings no request")
+    plan = _planned(openings, workload, owner_rng)
+    if isinstance(parsed, ClosedArrivals):
+        return replace(plan, users=parsed.users, think_s=parsed.think_s)
+    return plan
+
+
+def plan_windows(workload: Workload, window_s: float = WINDOW_S) -> Iterator[Plan]:
+    """The workload's open-loop plan in windows, each drawn when it is asked for: memory for one of them,
+    however long the workload is. Times are after the workload's start.
+
+    A workload of one window is `make_plan`'s. A longer one has the same rates, classes and lengths, with
+    random streams of their own for each window. Raises ConfigError for closed loops.
+    """
+    parsed = parse_arrivals(workload.arrivals, workload.duration_s)
+    if isinstance(parsed, ClosedArrivals):
+        raise ConfigError(f"{workload.arrivals}: a closed loop has no times to plan")
+    if isinstance(parsed, ReplayArrivals) or workload.duration_s <= window_s:
+        yield make_plan(workload)
+        return
+    first = 0
+    for number in range(int(np.ceil(workload.duration_s / window_s))):
+        start_s = number * window_s
+        part = parsed.curve.part(start_s, min(start_s + window_s, workload.duration_s))
+        if part is None:
+            continue
+        time_rng, class_rng, owner_rng = (
+            np.random.default_rng((workload.seed, i, number + 1)) for i in range(3)
+        )
+        times = _times(replace(parsed, curve=part), time_rng)
+        openings = _drawn(workload, times, part, parsed.curve.peak_per_s, class_rng)
+        shifted = [replace(opening, t_s=opening.t_s + start_s) for opening in openings]
+        yield _planned(shifted, workload, owner_rng, first)
+        first += len(openings)
+
+
+def _planned(
+    openings: Sequence[_Opening], workload: Workload, rng: np.random.Generator, first: int = 0
+) -> Plan:
+    """Conversations with their owners; `first` is the number of the first."""
+    draws = rng.random((len(openings), 3)).tolist()
     planned = [
         request
-        for i, opening in enumerate(openings)
-        for request in _conversation(i, opening, workload, owner_rng)
+        for i, (opening, draw) in enumerate(zip(openings, draws, strict=True), first)
+        for request in _conversation(i, opening, workload, draw)
     ]
     fitted = _fit(planned, workload.longest_tokens)
-    shortened = sum(a is not b for a, b in zip(planned, fitted, strict=True))
-    if isinstance(parsed, ClosedArrivals):
-        return Plan(fitted, shortened, parsed.users, parsed.think_s)
-    return Plan(fitted, shortened)
+    return Plan(fitted, sum(a is not b for a, b in zip(planned, fitted, strict=True)))
 
 
 def _times(parsed: OpenArrivals, rng: np.random.Generator) -> tuple[float, ...]:
@@ -125,12 +166,16 @@ def _times(parsed: OpenArrivals, rng: np.random.Generator) -> tuple[float, ...]:
 
 
 def _drawn(
-    workload: Workload, times: Sequence[float], curve: RateCurve, rng: np.random.Generator
+    workload: Workload,
+    times: Sequence[float],
+    curve: RateCurve,
+    peak_per_s: float,
+    rng: np.random.Generator,
 ) -> list[_Opening]:
     """A class and its lengths for each time; every class is sampled for all, so that weights don't
-    change the lengths of the others.
+    change the lengths of the others. Classes of the peak come near `peak_per_s`.
     """
-    count, threshold = len(times), PEAK_SHARE * curve.peak_per_s
+    count, threshold = len(times), PEAK_SHARE * peak_per_s
     usual = [item for item in workload.classes if item.when == "always"]
     picks = rng.random(count)
     turn_counts = np.minimum(rng.geometric(1 / workload.turns.mean, count), MAX_TURNS)
@@ -142,22 +187,25 @@ def _drawn(
         )
         for item in workload.classes
     }
+    plain = {name: (prompts.tolist(), outputs.tolist()) for name, (prompts, outputs) in lengths.items()}
+    near_peak = (curve.rates_at(times) >= threshold).tolist()
+    always, at_peak = _picked(usual, picks), _picked(workload.classes, picks)
     openings = []
     first = 0
-    for t_s, pick, turns in zip(times, picks, turn_counts.tolist(), strict=True):
-        available = workload.classes if curve.rate_at(t_s) >= threshold else usual
-        chosen = _pick(available, float(pick))
-        prompts, outputs = lengths[chosen.name]
-        both = zip(prompts[first : first + turns], outputs[first : first + turns], strict=True)
-        openings.append(_Opening(t_s, chosen.name, tuple(_Turn(int(p), int(o)) for p, o in both)))
+    for i, (t_s, turns) in enumerate(zip(times, turn_counts.tolist(), strict=True)):
+        name = at_peak[i] if near_peak[i] else always[i]
+        prompts, outputs = plain[name]
+        both = range(first, first + turns)
+        openings.append(_Opening(t_s, name, tuple([_Turn(prompts[k], outputs[k]) for k in both])))
         first += turns
     return openings
 
 
-def _pick(items: Sequence[TrafficClass], pick: float) -> TrafficClass:
-    """By weight; `pick` is uniform in [0, 1)."""
+def _picked(items: Sequence[TrafficClass], picks: npt.NDArray[np.float64]) -> list[str]:
+    """Names by weight; `picks` are uniform in [0, 1)."""
     bounds = np.cumsum([item.weight for item in items])
-    return items[min(int(np.searchsorted(bounds, pick * bounds[-1], side="right")), len(items) - 1)]
+    found = np.minimum(np.searchsorted(bounds, picks * bounds[-1], side="right"), len(items) - 1)
+    return [items[i].name for i in found.tolist()]
 
 
 def _replayed(parsed: ReplayArrivals, workload: Workload, rng: np.random.Generator) -> list[_Opening]:
@@ -184,11 +232,11 @@ def _opening_of(row: TraceRow, t_s: float, scale: float) -> _Opening:
 
 
 def _conversation(
-    index: int, opening: _Opening, workload: Workload, rng: np.random.Generator
+    index: int, opening: _Opening, workload: Workload, draw: Sequence[float]
 ) -> Iterable[PlannedRequest]:
-    """The turns of one conversation, of one tenant, under one system text."""
-    tenant = _owner(workload.tenants, float(rng.random()))
-    shared, group = float(rng.random()), float(rng.random())
+    """The turns of one conversation, of one tenant, under one system text; `draw` decides which."""
+    owner, shared, group = draw
+    tenant = _owner(workload.tenants, owner)
     prefixes, system = workload.prefixes, None
     if prefixes is not None and shared < prefixes.share:
         system = Block(

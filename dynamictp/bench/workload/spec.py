@@ -49,7 +49,7 @@ FORMS = (
     "steps:0=1,30=5                                       from each second on, this rate",
     "ramp:0=1,60=8                                        linear between the seconds given",
     "spikes:base=2,peak=10,every=30,for=5                 sudden peaks that fade",
-    "daynight:mean=4,day=120[,swing=0.6]                  a sine from its trough",
+    "daynight:mean=4,day=120[,swing=0.6][,spike=16,every=30,for=5]  a sine from its trough, spikes that fade",
     "rates:TRACE[,pool=P][,start=0][,speed=1][,mean=RATE] recorded rates, brought to a mean",
     "replay:TRACE[,start=0][,speed=1][,keep=1]            recorded requests with their lengths",
     "closed:users=8[,think=1][,requests=200]              users who wait for answers (closed loop)",
@@ -109,7 +109,11 @@ def _curve(kind: str, fields: _Fields, duration_s: float) -> RateCurve:  # noqa:
             )
         case "daynight":
             mean, swing = fields.positive("mean"), fields.number("swing", 0.6)
-            return arrivals.day_night(mean, swing, fields.positive("day"), duration_s)
+            curve = arrivals.day_night(mean, swing, fields.positive("day"), duration_s)
+            peak = fields.number("spike", 0.0)
+            if not peak:
+                return curve
+            return arrivals.with_spikes(curve, peak, fields.positive("every"), fields.positive("for"))
         case _:
             return _recorded(fields, duration_s)
 
