@@ -7,6 +7,8 @@ yet are a `ConfigError` that names the key. Nothing writes into a configuration 
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +24,43 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS = {**_DECIMAL, "ki": 1 << 10, "mi": 1 << 20, "gi": GIB, "ti": 1 << 40}
 
 
+MAX_MODELS = 8
+MAX_MODEL_PRIORITY = 1000
+_MODEL_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""What a layout's text can name."""
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of several models. What is left out (None) is as the server's own key of that name says."""
+
+    name: str
+    path: str
+    """A folder, a file.gguf, or `demo`."""
+    layout: str = "tp1"
+    priority: int = 0
+    """Of models that compete for devices the higher one gets what it wants first."""
+    kv_share: float = 1.0
+    """Its part of `kv_memory`, relative to the others'."""
+    max_devices: int = 0
+    """Most devices that it may ever have; 0: all that leave one for each other model."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    weights: Literal["", "int8"] | None = None
+    kernels: Literal["auto", "torch", "native"] | None = None
+    page_tokens: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_batched_tokens: int | None = None
+    max_step_ms: float | None = None
+    chat_template: str | None = None
+    generation_config: Literal["", "auto"] | None = None
+    calibration: str | None = None
+
+
+_OF_ENTRIES = frozenset({"name", "path", "layout", "priority", "kv_share", "max_devices"})
+_NOT_BESIDE_MODELS = ("model", "layout", "served_model_name", "chat_template", "calibration")
+"""Keys that say something of one model."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of a server. 0 or an empty text mean: derived from the machine or the model."""
 
@@ -29,7 +68,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     devices: int = 0
     cores_per_device: int = 1
     layout: str = "tp1"
-    mode: Literal["static", "dynamic", "dry-run"] = "static"
+    mode: Literal["static", "dynamic", "dry-run"] = "dynamic"
     dtype: Literal["bf16", "fp32"] = "bf16"
     weights: Literal["", "int8"] = ""
     kernels: Literal["auto", "torch", "native"] = "auto"
@@ -65,6 +104,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     drain_s: float = 30.0
     calibration: str = ""
     journal: str = ""
+    models: tuple[ModelEntry, ...] = ()
+    """Several models, only in a file; empty: `model` alone."""
     control: ControlConfig = ControlConfig()
     """In files and flags its fields stand beside the others."""
 
@@ -72,6 +113,24 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def model_name(self) -> str:
         """Name in the API: `--served-model-name`, else the last part of the model's path."""
         return self.served_model_name or Path(self.model).name
+
+    def of_model(self, entry: ModelEntry) -> ServeConfig:
+        """The configuration of one of `models`, as if it were alone. `kv_memory` stays that of all."""
+        own = {
+            key: value
+            for key in ModelEntry.__struct_fields__
+            if key not in _OF_ENTRIES and (value := getattr(entry, key)) is not None
+        }
+        journal = Path(self.journal)
+        return msgspec.structs.replace(
+            self,
+            model=entry.path,
+            served_model_name=entry.name,
+            layout=entry.layout,
+            models=(),
+            journal=str(journal.with_stem(f"{journal.stem}-{entry.name}")) if self.journal else "",
+            **own,
+        )
 
     @property
     def admin_address(self) -> tuple[str, int] | None:
@@ -133,6 +192,12 @@ def build_config(flags: dict[str, Any], file: str | None = None) -> ServeConfig:
     control = {key: merged.pop(key) for key in ControlConfig.__struct_fields__ if key in merged}
     if "control" in merged:
         raise ConfigError("configuration: 'control' is no key; its parameters stand beside the others")
+    if "models" in merged:
+        if not merged["models"]:
+            raise ConfigError("configuration: 'models' names no model; leave the key out to serve one")
+        beside = next((key for key in _NOT_BESIDE_MODELS if merged.get(key)), None)
+        if beside is not None:
+            raise ConfigError(f"configuration: '{beside}' stands inside each of 'models', not beside them")
     try:
         config = msgspec.convert({**merged, "control": build_control(control)}, ServeConfig)
     except msgspec.ValidationError as error:
@@ -145,6 +210,9 @@ def to_yaml(config: ServeConfig) -> str:
     """As a file that gives the same configuration."""
     values = msgspec.to_builtins(config)
     values |= values.pop("control")
+    models = [{k: v for k, v in entry.items() if v is not None} for entry in values.pop("models")]
+    if models:
+        values = {k: v for k, v in values.items() if k not in _NOT_BESIDE_MODELS} | {"models": models}
     return msgspec.yaml.encode(values).decode()
 
 
@@ -179,8 +247,6 @@ def _read_file(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{path} must hold a mapping of flags, such as 'port: 8000'")
-    if "models" in content:
-        raise ConfigError("several models in one server ('models') are not built yet")
     return content
 
 
@@ -212,6 +278,31 @@ def _check(config: ServeConfig) -> None:
     except LayoutRefused as error:
         raise ConfigError(f"--layout: {error}") from error
     _check_access(config)
+    _check_models(config)
+
+
+def _check_models(config: ServeConfig) -> None:
+    if len(config.models) > MAX_MODELS:
+        raise ConfigError(f"models: at most {MAX_MODELS} models in one server, not {len(config.models)}")
+    twice = [name for name, count in Counter(entry.name for entry in config.models).items() if count > 1]
+    if twice:
+        raise ConfigError(f"models: the name '{twice[0]}' is there twice")
+    for entry in config.models:
+        if not _MODEL_NAME.fullmatch(entry.name):
+            raise ConfigError(
+                f"models: the name {entry.name!r} can't stand in a layout: a letter, then up to 63 letters, "
+                "digits, _ . or -"
+            )
+        if not 0 < entry.kv_share <= 1e6:
+            raise ConfigError(f"model {entry.name}: kv_share is a number above 0, not {entry.kv_share:g}")
+        if not 0 <= entry.max_devices <= _LIMITS["devices"][1]:
+            raise ConfigError(f"model {entry.name}: max_devices can't be {entry.max_devices}")
+        if abs(entry.priority) > MAX_MODEL_PRIORITY:
+            raise ConfigError(f"model {entry.name}: priority goes from -1000 to 1000, not {entry.priority}")
+        try:
+            _check(config.of_model(entry))
+        except ConfigError as error:
+            raise ConfigError(f"model {entry.name}: {error}") from error
 
 
 def _check_access(config: ServeConfig) -> None:

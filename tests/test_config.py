@@ -186,3 +186,65 @@ def test_parameters_of_the_control_plane_stand_beside_the_others(tmp_path: Path)
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(config))
     assert build_config({}, str(again)) == config
+
+
+MODELS = """
+kv_memory: 4GiB
+journal: decisions.jsonl
+max_num_seqs: 32
+models:
+  - {name: big, path: a/b, layout: tp2, priority: 1, kv_share: 3}
+  - {name: small, path: demo, max_devices: 1, weights: int8, max_num_seqs: 8}
+"""
+
+
+def test_several_models_stand_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(MODELS)
+    config = build_config({}, str(file))
+    big, small = (config.of_model(entry) for entry in config.models)
+    assert (big.model, big.model_name, big.layout, big.weights, big.max_num_seqs) == (
+        "a/b", "big", "tp2", "", 32,
+    )  # fmt: skip
+    assert (small.model, small.model_name, small.layout, small.weights, small.max_num_seqs) == (
+        "demo", "small", "tp1", "int8", 8,
+    )  # fmt: skip
+    assert (big.journal, small.journal) == ("decisions-big.jsonl", "decisions-small.jsonl")
+    assert big.models == ()
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert build_config({}, str(again)) == config
+
+
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [
+        ("[{name: a}]", "path"),
+        ("[{name: a, path: demo}, {name: a, path: demo}]", "'a' is there twice"),
+        ("[{name: 'a b', path: demo}]", "can't stand in a layout"),
+        ("[{name: 'tp:1', path: demo}]", "can't stand in a layout"),
+        ("[{name: a, path: demo, port: 1}]", "port"),
+        ("[{name: a, path: demo, layout: tp}]", "model a: --layout"),
+        ("[{name: a, path: demo, kv_share: 0}]", "kv_share"),
+        ("[{name: a, path: demo, max_devices: -1}]", "max_devices"),
+        ("[{name: a, path: demo, priority: 5000}]", "priority"),
+        ("[{name: a, path: demo, page_tokens: 20}]", "model a: --page-tokens"),
+        ("[{name: a, path: ''}]", "model a: no model"),
+        ("[demo]", "models"),
+        ("{a: demo}", "models"),
+        (str([{"name": f"m{i}", "path": "demo"} for i in range(9)]), "at most 8 models"),
+    ],
+)
+def test_wrong_models_are_named(tmp_path: Path, models: str, named: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: {models}")
+    with pytest.raises(ConfigError, match=named):
+        build_config({}, str(file))
+
+
+def test_what_is_of_one_model_is_refused_beside_several(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: [{name: a, path: demo}]")
+    for key in ("model", "layout", "served_model_name", "chat_template", "calibration"):
+        with pytest.raises(ConfigError, match=f"'{key}' stands inside"):
+            build_config({key: "tp1"}, str(file))

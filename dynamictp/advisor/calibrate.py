@@ -3,15 +3,21 @@
 Every operation is measured alone: decode steps as the median gap of streams of known number and length,
 prompts as the time to the first token of an otherwise idle server. The ratio to the uncalibrated model goes
 into the file.
+
+What a request takes outside of steps is the time to the first token of a prompt of one token, less the step
+that computes it (which is that of one decoding row), and beside running streams less the steps it waits for:
+the rest of the one that runs and those planned. It goes into the file in seconds, with its quartiles.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from dynamictp.advisor.machine import Machine
@@ -23,9 +29,10 @@ from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
 from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import Request, together
 from dynamictp.clock import SystemClock
-from dynamictp.cost.calibration import Calibration, CalibrationPoint
+from dynamictp.cost.calibration import Calibration, CalibrationPoint, CrowdedPoint, RequestPoint
 from dynamictp.cost.figures import Corner
 from dynamictp.cost.hardware import Assumptions, EngineLimits
+from dynamictp.cost.queueing import bisect
 from dynamictp.cost.shape import ModelShape
 from dynamictp.cost.steps import Domain, StepModel
 from dynamictp.errors import FatalError
@@ -39,6 +46,11 @@ _OUTPUT = 40
 _LONG_OUTPUT = 160
 """Enough that the first stream still runs when the last prompt is done."""
 _ROUNDS = 2
+_PROBES = 24
+"""Prompts of one token beside running streams."""
+_PROBE_EVERY = 7.3
+"""Steps between two of them: no whole number, so that they come at any moment of a step."""
+_MOST_SLOWDOWN = 4.0
 _WHOLE = {"ignore_eos": True}
 
 
@@ -70,12 +82,30 @@ class Calibrator:
             return await admin.served_model(), await admin.tokenize(LONG_TEXT)
 
     def calibrate(self, degrees: Sequence[int]) -> Calibration:
-        """Measure each degree with one domain of it. Takes about half a minute a degree on two cores."""
+        """Measure each degree with one domain of it, and requests beside as many domains as fit, too.
+        Takes about a minute a degree on two cores.
+        """
         points: list[CalibrationPoint] = []
+        requests: list[RequestPoint] = []
+        crowded: list[CrowdedPoint] = []
         for tp in degrees:
             self._say(f"tp{tp}")
             self._set_layout(f"tp{tp}")
-            points += self._degree(tp)
+            steps, idle = self._degree(tp)
+            points += steps
+            requests += [idle, self._beside(tp, 1, self._streams_s(1))]
+            if (most := self._machine.devices // tp) > 1:
+                self._set_layout("+".join([f"tp{tp}"] * most))
+                step_s = self._streams_s(most)
+                requests.append(self._beside(tp, most, step_s))
+                if self._machine.device.shared_bandwidth is not None:
+                    domain = self._domain(tp, self._calibration(points), tp * most)
+                    crowded.append(CrowdedPoint(tp, tp * most, memory_slowdown(domain, step_s)))
+        return msgspec.structs.replace(
+            self._calibration(points), requests=merged(requests), crowded=tuple(crowded)
+        )
+
+    def _calibration(self, points: Sequence[CalibrationPoint]) -> Calibration:
         device = self._machine.device
         return Calibration(
             model=self._shape.name,
@@ -87,13 +117,25 @@ class Calibrator:
             flops=device.bf16_flops.value,
         )
 
-    def _degree(self, tp: int) -> list[CalibrationPoint]:
-        placed = place_replicas(self._machine, tp, 1)
-        steps = StepModel(
-            Domain(self._shape, self._machine.device, tp, link=placed[0].link, assumptions=self._assumptions),
-            Corner.EXPECTED,
+    def _domain(self, tp: int, calibration: Calibration | None = None, active_devices: int = 1) -> Domain:
+        return Domain(
+            self._shape,
+            self._machine.device,
+            tp,
+            link=place_replicas(self._machine, tp, 1)[0].link,
+            assumptions=self._assumptions,
+            calibration=calibration,
+            active_devices=active_devices,
         )
-        self._prompt_s(PROMPTS[0])  # first use of the communicator
+
+    def _streams_s(self, domains: int) -> float:
+        """A step of every domain with `LONG_STREAMS` short streams each."""
+        return self._decode_s(LONG_STREAMS * domains, SHORT_CONTEXT)
+
+    def _degree(self, tp: int) -> tuple[list[CalibrationPoint], RequestPoint]:
+        """Steps of one domain, and a request on an idle server."""
+        steps = StepModel(self._domain(tp), Corner.EXPECTED)
+        self._first_tokens_s(PROMPTS[0], 1)  # first use of the communicator
         # Attention first: what it takes at the short context is part of the other measurements.
         short = self._decode_s(LONG_STREAMS, SHORT_CONTEXT)
         long = self._decode_s(LONG_STREAMS, LONG_CONTEXT, _LONG_OUTPUT)
@@ -107,14 +149,20 @@ class Calibrator:
             base = self._decode_s(streams, SHORT_CONTEXT)
             base -= attention * steps.decode_attention_s(streams, context)
             points.append(_base(tp, streams, base, steps.base(streams, streams).total_s))
-        points += self._prompt_points(tp, steps)
-        return points
+        idle = outside_steps(0, self._first_tokens_s(1, _PROBES), self._decode_s(1, 1), 1.0)
+        points += self._prompt_points(tp, steps, idle.seconds)
+        return points, idle
 
-    def _prompt_points(self, tp: int, steps: StepModel) -> list[CalibrationPoint]:
-        times = {tokens: self._prompt_s(tokens) for tokens in PROMPTS}
+    def _prompt_points(self, tp: int, steps: StepModel, outside_s: float) -> list[CalibrationPoint]:
+        """`outside_s` is what a request takes beside the steps of its prompt."""
+
+        def prompt_s(tokens: int) -> float:
+            return statistics.median(self._first_tokens_s(tokens, _ROUNDS + 1)) - outside_s
+
+        times = {tokens: prompt_s(tokens) for tokens in PROMPTS}
         chunk = self._limits.max_batched_tokens
         per_chunk = times[PROMPTS[-1]] / PROMPTS[-1]
-        rest = self._prompt_s(LONG_PROMPT) - per_chunk * LONG_PROMPT
+        rest = prompt_s(LONG_PROMPT) - per_chunk * LONG_PROMPT
         expected = steps.prompt_attention_s(LONG_PROMPT) - LONG_PROMPT / PROMPTS[
             -1
         ] * steps.prompt_attention_s(PROMPTS[-1])
@@ -145,14 +193,39 @@ class Calibrator:
             )
         return statistics.median(gaps)
 
-    def _prompt_s(self, tokens: int) -> float:
-        """Median time to the first token of an idle server."""
-        times = []
-        for _ in range(_ROUNDS + 1):
+    def _first_tokens_s(self, tokens: int, times: int) -> list[float]:
+        """Times to the first token of an idle server."""
+        found = []
+        for _ in range(times):
             prompt = exact_prompts(self._ids, tokens, 1, self._rng)[0]
             (result,) = self._play([Request(0.0, prompt, 1, extra=_WHOLE)])
-            times.append(result.chunk_s[0] - result.sent_s)
-        return statistics.median(times)
+            found.append(result.chunk_s[0] - result.sent_s)
+        return found
+
+    def _beside(self, tp: int, domains: int, step_s: float) -> RequestPoint:
+        """A request beside running streams on each of `domains` domains, whose steps take `step_s`."""
+        rows = LONG_STREAMS * domains
+        output = round(_PROBE_EVERY * (_PROBES + 2))
+        streams = together(exact_prompts(self._ids, SHORT_CONTEXT, rows, self._rng), output, _WHOLE)
+        probes = [
+            Request(step_s * _PROBE_EVERY * (i + 1), prompt, 1, extra=_WHOLE)
+            for i, prompt in enumerate(exact_prompts(self._ids, 1, _PROBES, self._rng))
+        ]
+        results = self._play([*streams, *probes])
+        running = [result for result in results if result.request.max_tokens > 1]
+        end = min(result.chunk_s[-1] for result in running)
+        first_tokens = [
+            result.chunk_s[0] - result.sent_s
+            for result in results
+            if result.request.max_tokens == 1 and result.chunk_s[0] < end
+        ]
+        if len(first_tokens) < _PROBES // 2:
+            raise FatalError(
+                "streams ended before the requests beside them; the server is too busy to calibrate"
+            )
+        step_s = statistics.fmean((r.chunk_s[-1] - r.chunk_s[0]) / (output - 1) for r in running)
+        # The rest of the step that runs, those planned, and its own.
+        return outside_steps(tp * domains, first_tokens, step_s, 0.5 + self._limits.steps_ahead + 1)
 
     def _play(self, schedule: Sequence[Request]) -> list[Result]:
         client = Client(self._url, self._model, timeout_s=120.0, return_token_ids=True)
@@ -176,3 +249,55 @@ def _gaps(result: Result) -> list[float]:
 
 def _base(tp: int, size: int, measured: float, expected: float) -> CalibrationPoint:
     return CalibrationPoint("base", tp, size, max(measured / expected, 0.02))
+
+
+def outside_steps(
+    busy_devices: int, first_tokens: Sequence[float], step_s: float, steps: float
+) -> RequestPoint:
+    """What requests took beside `steps` steps of `step_s` seconds, from their times to the first token.
+
+    The middle four fifths are averaged: a stall of the machine is not the host's usual time. Where a request
+    waits for steps, the moment at which it meets one spreads the times uniformly over a step, and so their
+    quartiles by half of one: that is not the host's either, and is taken out as an independent spread.
+    """
+    ordered = sorted(first_tokens)
+    cut = len(ordered) // 10
+    middle = max(statistics.fmean(ordered[cut : len(ordered) - cut]) - steps * step_s, 0.0)
+    low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
+    moment = step_s / 2 if steps > 1 else 0.0
+    spread = math.sqrt(max((high - low) ** 2 - moment**2, 0.0)) / 2
+    return RequestPoint(busy_devices, middle, max(middle - spread, 0.0), middle + spread)
+
+
+def memory_slowdown(domain: Domain, step_s: float) -> float:
+    """How many times slower memory must be for `LONG_STREAMS` short streams on that calibrated domain, beside
+    others, to take `step_s` a step. At most 4 either way: beyond, something else was measured.
+    """
+    calibration = domain.calibration
+    assert calibration is not None
+
+    def too_fast(slowdown: float) -> bool:
+        point = CrowdedPoint(domain.tp, domain.active_devices, slowdown)
+        tried = msgspec.structs.replace(
+            domain, calibration=msgspec.structs.replace(calibration, crowded=(point,))
+        )
+        step = StepModel(tried).decode(LONG_STREAMS, SHORT_CONTEXT + _OUTPUT / 2)
+        return step.total_s < step_s
+
+    return bisect(too_fast, 1 / _MOST_SLOWDOWN, _MOST_SLOWDOWN)
+
+
+def merged(points: Sequence[RequestPoint]) -> tuple[RequestPoint, ...]:
+    """One point for each number of busy devices: the mean of what was found, within all ranges."""
+    out = []
+    for busy in sorted({point.busy_devices for point in points}):
+        same = [point for point in points if point.busy_devices == busy]
+        out.append(
+            RequestPoint(
+                busy,
+                statistics.fmean(point.seconds for point in same),
+                min(point.low_s for point in same),
+                max(point.high_s for point in same),
+            )
+        )
+    return tuple(out)

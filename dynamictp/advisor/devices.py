@@ -58,6 +58,10 @@ TABLE: dict[str, _Row] = {
     ),
     "mi300x": _Row(192, 5300, 1307, 2615, 7, 64, _GEN5, "AMD MI300X datasheet", "Infinity Fabric links"),
 }
+BRIDGED = frozenset({"a100-80g-pcie", "h100-pcie"})
+"""Cards whose NVLinks are bridges between two neighbours, sold apart: no node joins all of them."""
+CUBE_MESH = frozenset({"v100-16g", "v100-32g"})
+"""Devices whose nodes of eight have no switch: a hybrid cube mesh (NVIDIA DGX-1 white paper)."""
 _ALIASES = {
     "a100": "a100-80g",
     "a100-80": "a100-80g",

@@ -80,6 +80,13 @@ def why_nothing_fits(plan: Plan) -> str:
         return "No configuration is possible: the model allows no degree on this machine."
     closest = max(plan.candidates, key=lambda candidate: candidate.memory.kv_bytes)
     device = question.machine.device
+    if closest.memory.weights_fit and closest.reason:
+        roomiest = max(plan.candidates, key=lambda candidate: candidate.memory.kv_tokens)
+        return (
+            f"The weights of {question.shape.name} fit on {question.machine}, but not the KV of one request: "
+            f"at {roomiest.name}, which holds most, {roomiest.reason}. A shorter --context, a narrower KV "
+            "type (--kv-bits 8), or more devices would help."
+        )
     need = closest.memory.fixed / 1e9
     return (
         f"{question.shape.name} does not fit on {question.machine}: even {closest.name} needs {need:.1f} GB "

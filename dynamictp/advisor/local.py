@@ -34,6 +34,9 @@ ASSUMPTIONS = Assumptions(
     overlap=Figure(0.5, "assumed", "a core computes while its prefetchers read", 0.9, 0.0, 1.0),
     collective_base_s=Figure(0.0, "assumed", "no kernel to start"),
     step_overhead_s=Figure(3e-3, "assumed", "Python and messages of one step", 1e-3, 8e-3, 0.0),
+    request_overhead_s=Figure(
+        10e-3, "assumed", "HTTP, tokenizer and messages on cores that also compute", 4e-3, 25e-3, 0.0
+    ),
 )
 
 

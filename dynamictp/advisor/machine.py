@@ -6,7 +6,7 @@ from functools import cached_property
 
 import msgspec
 
-from dynamictp.advisor.devices import find_device, mig_slice
+from dynamictp.advisor.devices import BRIDGED, CUBE_MESH, find_device, mig_slice
 from dynamictp.advisor.graph import Graph
 from dynamictp.advisor.topology import SELF, Device, Link, LinkKind, Topology, uniform
 from dynamictp.advisor.topology_file import NodeSet
@@ -17,6 +17,10 @@ from dynamictp.errors import ConfigError
 _SWITCHED_LINKS = 6
 """NVLinks from which a device is sold in nodes that join all of them."""
 _ONE_SOCKET = 4
+_QUAD = ((0, 1, 1, 2), (1, 0, 2, 1), (1, 2, 0, 2), (2, 1, 2, 0))
+"""NVLinks between the devices of one half of a cube mesh; each has the rest of its six to the same place
+of the other half."""
+_MESH_LINKS = 6
 
 
 class Machine(msgspec.Struct, frozen=True, dict=True):
@@ -58,18 +62,39 @@ class Machine(msgspec.Struct, frozen=True, dict=True):
 
 def default_nodes(device: DeviceFacts, devices: int, nodes: int = 1) -> NodeSet:
     """Without a topology, the usual node of that device, stated as an assumption in the plan: NVLink between
-    all where the device has enough links; up to four PCIe devices on one host bridge; more on two sockets,
-    in pairs behind a PCIe switch each.
+    all where the device has enough links (up to eight V100: the mesh of a DGX-1); up to four PCIe devices
+    on one host bridge; more on two sockets, in pairs behind a PCIe switch each. NVLink bridges between cards
+    are not assumed.
     """
     if devices < 1 or nodes < 1:
         raise ConfigError(f"--devices {devices} on {nodes} nodes: expected at least 1")
-    if device.nvlinks >= _SWITCHED_LINKS:
+    if device.name in CUBE_MESH and devices <= 2 * len(_QUAD):
+        return NodeSet(_cube_mesh(devices), nodes)
+    if device.nvlinks >= _SWITCHED_LINKS and device.name not in BRIDGED:
         link = Link(LinkKind.NVLINK, device.nvlinks)
         return NodeSet(uniform(devices, link, source="assumed: NVLink between all"), nodes)
     if devices <= _ONE_SOCKET:
         source = "assumed: one host bridge"
         return NodeSet(uniform(devices, Link(LinkKind.PHB), source=source), nodes)
     return NodeSet(_two_sockets(devices), nodes)
+
+
+def _cube_mesh(devices: int) -> Topology:
+    quad = len(_QUAD)
+
+    def link(a: int, b: int) -> Link:
+        if a == b:
+            return SELF
+        if a // quad == b // quad:
+            return Link(LinkKind.NVLINK, _QUAD[a % quad][b % quad])
+        across = _MESH_LINKS - sum(_QUAD[a % quad])
+        return Link(LinkKind.NVLINK, across) if a % quad == b % quad else Link(LinkKind.SYS)
+
+    return Topology(
+        devices=tuple(Device(f"GPU{i}", numa=i // quad) for i in range(devices)),
+        links=tuple(tuple(link(a, b) for b in range(devices)) for a in range(devices)),
+        source="assumed: the cube mesh of a DGX-1",
+    )
 
 
 def _two_sockets(devices: int) -> Topology:

@@ -12,6 +12,7 @@ from dynamictp.advisor.catalogue import named_model
 from dynamictp.advisor.devices import find_device
 from dynamictp.advisor.explain import seconds
 from dynamictp.advisor.machine import Machine, build_machine, default_nodes
+from dynamictp.advisor.placement import failure_impact, place_replicas
 from dynamictp.advisor.search import Evaluation, Question, shapes
 from dynamictp.advisor.side_by_side import even_degrees
 from dynamictp.advisor.workloads import FOUR_CLASSES, find_workload
@@ -135,10 +136,15 @@ def _options(question: Question) -> list[Option]:
 
 
 def deviation(cell: Cell) -> str:
-    """Why the winner is not the narrowest that fits; empty when it is, or nothing fits."""
+    """Why the winner is not the narrowest that fits, with the rule; empty when it is, or nothing fits."""
     winner, narrow = cell.winner, cell.narrowest
     if winner is None or narrow is None or winner == narrow:
         return ""
+    return f"{_outweighed_by(winner, narrow)} (rule {1 if narrow.tp == 1 else 2})"
+
+
+def _outweighed_by(winner: Option, narrow: Option) -> str:
+    """The number that speaks against the narrowest cut."""
     against = f"{narrow.name} carries {_rate(narrow.slo_capacity)} inside the targets"
     if narrow.slo_capacity <= 0 and narrow.unloaded_ttft_s > TARGETS.ttft_s:
         wait = (
@@ -200,7 +206,8 @@ def _notes(here: list[Cell]) -> list[str]:
                 f"{name}: communication is {winner.prefill_communication:.0%} of a prefill at {winner.name} "
                 "without NVLink (rule 3): benchmark it first."
             )
-    return ["Where a rule of thumb is outweighed, and by what:\n", *lines, *_rule_six(here), ""]
+    lines += _rule_six(here) + _rule_seven(here)
+    return ["Where a rule of thumb is outweighed, and by what:\n", *lines, ""]
 
 
 def _rule_six(here: list[Cell]) -> list[str]:
@@ -218,6 +225,23 @@ def _rule_six(here: list[Cell]) -> list[str]:
         f"- rag: rule 6 would widen TP, but the first token is inside {seconds(TARGETS.ttft_s)} at P99 "
         f"without it ({', '.join(listed)}, unloaded), so capacity decides. A tighter target decides for TP."
     ]
+
+
+def _rule_seven(here: list[Cell]) -> list[str]:
+    """What the loss of a node takes, where there are several, and single replicas anywhere."""
+    machine = machine_of(here[0].machine)
+    lost: dict[tuple[str, float], list[str]] = {}
+    for cell in here:
+        if cell.winner is None:
+            continue
+        impact = failure_impact(machine, place_replicas(machine, cell.winner.tp, cell.winner.pp))
+        part = impact.device if machine.nodes.nodes == 1 else impact.node
+        if part == 1 or machine.nodes.nodes > 1:
+            named = lost.setdefault((cell.winner.name, part), [])
+            named += [cell.model] if cell.model not in named else []
+    what = "device" if machine.nodes.nodes == 1 else "node"
+    found = [f"{name} {part:.0%} ({', '.join(models)})" for (name, part), models in lost.items()]
+    return [f"- rule 7: what a lost {what} takes: {'; '.join(found)}."] if found else []
 
 
 def _text(cell: Cell) -> str:
@@ -254,4 +278,5 @@ The rules of thumb it is held against:
 5. Nodes are joined by replicas, not by TP; by stages only when one node does not hold the model.
 6. Long prompts with short outputs favour TP, for the first token; short prompts with long outputs pay for
    communication at every token; short prompts with short outputs want replicas.
+7. Replicas lie in different failure domains.
 """

@@ -27,6 +27,11 @@ MIXTURES = {
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
 }
+_TYPES = {family: family for family in (DENSE | MIXTURES).values()} | {
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+}
+"""`model_type`, for a file without `architectures`."""
 _MAXIMUM = 1 << 28
 
 
@@ -101,12 +106,13 @@ class _Reader:
 def _family(config: Mapping[str, Any], where: str) -> str:
     architectures = config.get("architectures")
     known = DENSE | MIXTURES
-    named = architectures[0] if isinstance(architectures, list) and architectures else None
-    family = known.get(str(named))
+    if isinstance(architectures, list) and architectures:
+        what, family = f"architecture {architectures[0]!r}", known.get(str(architectures[0]))
+    else:
+        what = f"`architectures` is missing and model_type {config.get('model_type')!r}"
+        family = _TYPES.get(str(config.get("model_type")))
     if family is None:
-        raise ModelRefused(
-            f"{where}: architecture {named!r} is not known to the advisor; known: {', '.join(known)}"
-        )
+        raise ModelRefused(f"{where}: {what} is not known to the advisor; known: {', '.join(known)}")
     return family
 
 

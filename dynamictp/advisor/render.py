@@ -224,9 +224,11 @@ def serve_command(plan: Plan, best: Candidate, model: str) -> list[Text]:
     question = plan.question
     context = min(question.shape.max_context, best.memory.kv_tokens)
     rows = best.performance.max_batch if best.performance is not None else 1
+    # A KV reserve for changes of degree was held back only if they were asked for.
+    mode = "dynamic" if question.limits.kv_cap < 1 else "static"
     lines = [
         Text(f"  dynamictp serve {model} --devices {best.devices} --layout '{layout}' \\", style="bold cyan"),
-        Text(f"    --max-model-len {context} --max-num-seqs {rows}", style="bold cyan"),
+        Text(f"    --max-model-len {context} --max-num-seqs {rows} --mode {mode}", style="bold cyan"),
     ]
     notes = []
     if not question.machine.device.shared_memory:

@@ -60,8 +60,10 @@ def read_topology(path: Path) -> NodeSet:
     """Raises `ConfigError` naming the file and, for text, the line at fault."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--topology {path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--topology {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--topology {path}: is no text: {error}") from error
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(text, str(path))
     return NodeSet(parse_topology(text, str(path)))

@@ -62,7 +62,7 @@ class Servers:
 
     def _command(self, text: str, devices: int) -> list[str]:
         if text == DYNAMIC:
-            return [*serve_command("tp1", devices, self.model), "--mode", "dynamic"]
+            return serve_command("tp1", devices, self.model, mode=DYNAMIC)
         return serve_command(text, devices, self.model)
 
 
@@ -176,6 +176,13 @@ def _prepare(job: Job, facts: ServerFacts, console: Console) -> Prepared:
 
 def _play(label: str, facts: ServerFacts, prepared: Prepared, options: Options, console: Console) -> Run:
     counters = Counters()
+    if prepared.warmup:
+        console.print(
+            Text(
+                f"warm-up: {len(prepared.warmup)} requests like the load's, not counted (--warmup 0 leaves "
+                f"them out); then {prepared.workload.duration_s:g} s of load"
+            )
+        )
     with LiveView(console, counters, label) as view:
         run = run_lowered(
             lambda: play(label, facts, prepared, options, counters), meanwhile=view.paint, every_s=0.5

@@ -119,13 +119,14 @@ class SwitchFigures:
 
 def guarded(name: str, measure: Callable[[], T], probe: Callable[[], MemoryState]) -> Block[T]:
     """Measures between two probes; once more when the state flipped."""
-    block = _measured(name, measure, probe, repeated=False)
-    return _measured(name, measure, probe, repeated=True) if block.flipped else block
+    block = measured(name, measure, probe)
+    return measured(name, measure, probe, repeated=True) if block.flipped else block
 
 
-def _measured(
-    name: str, measure: Callable[[], T], probe: Callable[[], MemoryState], *, repeated: bool
+def measured(
+    name: str, measure: Callable[[], T], probe: Callable[[], MemoryState], *, repeated: bool = False
 ) -> Block[T]:
+    """Measures between two probes, for figures that bear a flip."""
     before = probe()
     figures = measure()
     return Block(name, before, probe(), repeated, figures)

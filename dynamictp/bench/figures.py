@@ -3,8 +3,8 @@
 Starts its own servers of the embedded model. With --compare the decode and prefill loads are played on
 another OpenAI-compatible server too, turn by turn (its key is taken from the variable OPENAI_API_KEY).
 `--only switches` is a study by itself, of half an hour: many switches under load, and a page about them.
-Exit code 0 when every request was served, every switch kept the gap criterion and the load client its
-accuracy, 1 otherwise, 130 when interrupted.
+Exit code 0 when every request was served, every switch kept the gap criterion, the load client its accuracy
+and metrics their share of the throughput; 1 otherwise, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from rich.text import Text
 
 from dynamictp import native
 from dynamictp.bench.accuracy import measure_client
-from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, Session, SwitchFigures, guarded
+from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, Session, SwitchFigures, guarded, measured
 from dynamictp.bench.figures_record import Figures, as_json, read_json
 from dynamictp.bench.figures_report import markdown, render
 from dynamictp.bench.kernel_figures import QUICK_RUNS, RUNS, measure_kernels
 from dynamictp.bench.machine import describe_build, describe_machine, probe_memory
+from dynamictp.bench.metrics_cost import measure_metrics_cost
 from dynamictp.bench.roofline import served_bytes
 from dynamictp.bench.server import ServerProcess, interrupts_deferred, serve_command
 from dynamictp.bench.stats import Quantiles, quantiles
 from dynamictp.bench.switches.run import Job, job_of, run
 from dynamictp.errors import ConfigError, FatalError, ModelRefused
 
-PARTS = ("kernels", "client", "start", "decode", "prefill", "switch")
+PARTS = ("kernels", "client", "start", "decode", "prefill", "switch", "metrics")
 STUDY = "switches"
 """Measured only by itself, into a page of its own."""
-_WITHOUT_SERVER = {"kernels", "client", "start"}
+_WITHOUT_SERVER = {"kernels", "client", "start", "metrics"}
 _MODEL = "demo"
 
 
@@ -51,11 +52,17 @@ class Plan:
     prefill_rounds: int
     switches: int
     starts: int
+    metric_rounds: int
     kernel_runs: tuple[tuple[str, ...], ...] = RUNS
 
 
-FULL = Plan(streams=(1, 4, 16, 32), decode_rounds=3, prefill_rounds=5, switches=12, starts=3)
-QUICK = Plan((1, 4, 16, 32), decode_rounds=1, prefill_rounds=2, switches=4, starts=1, kernel_runs=QUICK_RUNS)
+FULL = Plan(
+    streams=(1, 4, 16, 32), decode_rounds=3, prefill_rounds=5, switches=12, starts=3, metric_rounds=12
+)
+QUICK = Plan(
+    (1, 4, 16, 32), decode_rounds=1, prefill_rounds=2, switches=4, starts=1, metric_rounds=2,
+    kernel_runs=QUICK_RUNS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,11 @@ def measure(options: Options, console: Console) -> Figures:
     if "client" in options.parts:
         console.print("accuracy of the load client")
         figures = replace(figures, client=guarded("client", measure_client, probe_memory))
+    if "metrics" in options.parts:
+        rounds = options.plan.metric_rounds
+        console.print(f"{rounds} rounds with and without metrics")
+        cost = partial(measure_metrics_cost, rounds, options.serve_flags)
+        figures = replace(figures, metrics=measured("metrics", cost, probe_memory))
     if "kernels" in options.parts:
         if native.load() is None:
             console.print("no kernels by themselves: the native extension is not built")
@@ -243,7 +255,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json_path is not None:
         encoded = msgspec.json.encode(as_json(figures))
         options.json_path.write_bytes(msgspec.json.format(encoded) + b"\n")
-    held = [block.figures.held for block in (figures.switch, figures.client) if block is not None]
+    held = [
+        block.figures.held for block in (figures.switch, figures.client, figures.metrics) if block is not None
+    ]
     return 0 if all(held) else 1
 
 

@@ -12,6 +12,7 @@ from dynamictp.bench.accuracy import ClientFigures
 from dynamictp.bench.blocks import Block, DecodePoint, PrefillPoint, SwitchFigures
 from dynamictp.bench.kernel_figures import KernelFigures
 from dynamictp.bench.machine import Build, Machine
+from dynamictp.bench.metrics_cost import MetricsCost
 from dynamictp.bench.rival import RivalFacts
 from dynamictp.bench.roofline import DecodeBytes
 from dynamictp.bench.stats import Quantiles
@@ -31,6 +32,7 @@ class Figures:
     switch: Block[SwitchFigures] | None
     client: Block[ClientFigures] | None = None
     kernels: Block[KernelFigures] | None = None
+    metrics: Block[MetricsCost] | None = None
     build: Build | None = None
     flags: tuple[str, ...] = ()
     bytes_read: DecodeBytes | None = None
@@ -39,7 +41,7 @@ class Figures:
     def blocks(self) -> Iterator[tuple[str, Block[Any]]]:
         """(name of the field, block) of everything that was measured."""
         yield from (("decode", block) for block in self.decode)
-        for name in ("start_s", "prefill", "switch", "client", "kernels"):
+        for name in ("start_s", "prefill", "switch", "client", "kernels", "metrics"):
             block: Block[Any] | None = getattr(self, name)
             if block is not None:
                 yield name, block
@@ -52,10 +54,12 @@ def as_json(figures: Figures) -> Mapping[str, Any]:
     for name, block in figures.blocks():
         target = next(decode) if name == "decode" else plain[name]
         target["state_before"], target["state_after"] = block.before.name, block.after.name
-    if figures.switch is not None:
-        plain["switch"]["figures"]["held"] = figures.switch.figures.held
-    if figures.client is not None:
-        plain["client"]["figures"]["held"] = figures.client.figures.held
+    for name in ("switch", "client", "metrics"):
+        judged: Block[SwitchFigures] | Block[ClientFigures] | Block[MetricsCost] | None = getattr(
+            figures, name
+        )
+        if judged is not None:
+            plain[name]["figures"]["held"] = judged.figures.held
     return plain
 
 

@@ -19,6 +19,7 @@ from dynamictp.bench.blocks import (
     SwitchFigures,
 )
 from dynamictp.bench.figures_record import Figures
+from dynamictp.bench.metrics_cost import LEAST_RATIO, MetricsCost
 from dynamictp.bench.roofline import DecodeBytes, roofline_ms
 
 # From here on other work on the machine is worth a word beside the figures.
@@ -55,6 +56,8 @@ def sheets(figures: Figures) -> Iterator[Sheet]:
         yield _gaps(figures.switch.figures)
     if figures.client is not None:
         yield _client(figures.client)
+    if figures.metrics is not None:
+        yield _metrics(figures.metrics)
     if figures.start_s is not None:
         start = figures.start_s.figures
         row = (f"{start.p50:.2f}", f"{start.max:.2f}", str(start.count), states(figures.start_s))
@@ -223,3 +226,21 @@ def _client(block: Block[ClientFigures]) -> Sheet:
     columns = ("load", "error P50", "P99", "max", "gap P50", "late P50", "sent", "core")
     verdict = "accurate" if figures.held else "NOT accurate enough"
     return Sheet(f"The load client, ms ({states(block)})", columns, tuple(rows), (stall, f"{verdict}."))
+
+
+def _metrics(block: Block[MetricsCost]) -> Sheet:
+    """Throughput and the server process's processor time with metrics, scraped each second, and without."""
+    figures = block.figures
+    rows = (
+        ("with, scraped every second", f"{figures.with_tokens_per_s:.0f}", f"{figures.with_cpu_us:.0f}"),
+        ("without", f"{figures.without_tokens_per_s:.0f}", f"{figures.without_cpu_us:.0f}"),
+    )
+    ratio = figures.ratio
+    verdict = "held" if figures.held else "NOT held"
+    notes = (
+        f"Median over {figures.rounds} rounds of with ÷ without: {ratio.value:.3f} (95 % interval"
+        f" {ratio.low:.3f} to {ratio.high:.3f}); at least {LEAST_RATIO}: {verdict}.",
+        f"{figures.scrapes} scrapes, median {figures.scrape_ms:.1f} ms as the client sees them.",
+    )
+    title = f"Metrics, {figures.streams} streams at {figures.layout} ({states(block)})"
+    return Sheet(title, ("metrics", "tokens/s", "server µs a token"), rows, notes)

@@ -11,6 +11,7 @@ from dynamictp.bench.record import ServerFacts
 from dynamictp.errors import FatalError
 
 _TIMEOUT_S = 30.0
+_REFUSED = (401, 403)
 
 
 def base_url(url: str) -> str:
@@ -32,14 +33,7 @@ async def probe(
 
     Raises FatalError when `/v1/models` doesn't answer or has no such model.
     """
-    try:
-        response = await http.get("/v1/models")
-        response.raise_for_status()
-        cards = response.json()["data"]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise FatalError(
-            f"{http.base_url} doesn't answer as an OpenAI-compatible server: {error or repr(error)}"
-        ) from error
+    cards = await _models(http)
     names = [str(card["id"]) for card in cards]
     if not names or (model is not None and model not in names):
         raise FatalError(f"{http.base_url} serves {', '.join(names) or 'no model'}, not '{model or 'any'}'")
@@ -56,6 +50,39 @@ async def probe(
         layout=await _optional_json(admin, "/admin/layout"),
         metrics_before=await scrape(admin),
     )
+
+
+async def _models(http: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """What `/v1/models` lists. Raises FatalError that says what is wrong with the address or the key."""
+    where = str(http.base_url).rstrip("/")
+    try:
+        response = await http.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise FatalError(f"no answer from {where}: {error or repr(error)}") from error
+    if response.status_code in _REFUSED:
+        told = f"status {response.status_code}, {_message(response) or 'no reason given'}"
+        if "authorization" in http.headers:
+            raise FatalError(f"{where} does not take this API key ({told})")
+        raise FatalError(
+            f"{where} does not answer without an API key ({told}): set DYNAMICTP_API_KEY or OPENAI_API_KEY, "
+            "or give --api-key-file"
+        )
+    if response.is_error:
+        raise FatalError(
+            f"{where} doesn't answer as an OpenAI-compatible server: /v1/models has status "
+            f"{response.status_code}"
+        )
+    try:
+        return [dict(card) for card in response.json()["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FatalError(f"{where} doesn't answer as an OpenAI-compatible server: {error!r}") from error
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 async def scrape(http: httpx.AsyncClient) -> dict[str, float]:

@@ -23,11 +23,12 @@ _TERM_WAIT_S = 10.0
 """More than the server gives its own children."""
 
 
-def serve_command(layout: str, devices: int = 2, model: str = "demo") -> list[str]:
-    """The command line of a server on a free port, on which everything may wait: refusals measure nothing."""
+def serve_command(layout: str, devices: int = 2, model: str = "demo", *, mode: str = "static") -> list[str]:
+    """The command line of a server on a free port, on which everything may wait: refusals measure nothing.
+    What is measured is the layout named, unless the mode is another one."""
     return [
-        sys.executable, "-m", "dynamictp", "serve", model,
-        "--devices", str(devices), "--layout", layout, "--port", "0", "--max-wait-s", "0",
+        sys.executable, "-m", "dynamictp", "serve", model, "--devices", str(devices), "--layout", layout,
+        "--port", "0", "--max-wait-s", "0", "--mode", mode,
     ]  # fmt: skip
 
 

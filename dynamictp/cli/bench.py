@@ -18,6 +18,18 @@ from dynamictp.errors import ConfigError
 _FILE_COLUMNS = 130
 
 
+COMMON = (
+    ("--rate 2", "requests a second, at random moments (Poisson) [default: 1]"),
+    ("--arrivals FORM", "other arrivals: even, bursts, ramps, day and night, recorded, a closed loop"),
+    ("--duration 60", "seconds of load"),
+    ("--mix chat-rag", "which kinds of requests; --scale 0.2 shortens all of them for a small machine"),
+    ("--slo-ttft-s, --slo-tpot-ms", "targets of goodput"),
+    ("--set-layout 20=tp2", "change the layout of a DynamicTP server during the run"),
+    ("--api-key-file FILE", "where the server wants a key; or the variable OPENAI_API_KEY"),
+    ("--html FILE, --json FILE", "the report; everything that was measured"),
+)
+
+
 class DefaultGroup(click.Group):
     """A group whose `run` command may be left out: `bench URL` is `bench run URL`."""
 
@@ -27,6 +39,14 @@ class DefaultGroup(click.Group):
         if args and args[0] not in self.commands:
             args = ["run", *args]
         return super().resolve_command(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lines as they are: click would fill them."""
+        with formatter.section("Options that `bench URL` is mostly used with"):
+            formatter.write_dl(COMMON)
+        formatter.write(
+            "\nAll of them: `dynamictp bench run --help`. What to choose from: `bench workloads`.\n"
+        )
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "URL [OPTIONS] | COMMAND [ARGS]...")

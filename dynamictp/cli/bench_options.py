@@ -37,6 +37,7 @@ def _key(option: click.Option) -> str:
     return option.opts[0].removeprefix("--").replace("-", "_")
 
 
+DEFAULT_ARRIVALS = "poisson:1"
 _POSITIVE = click.FloatRange(0, min_open=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -45,8 +46,10 @@ JOB_OPTIONS = (
                  help="YAML file of these flags, keys with _ for -; flags given here go before it"),
     click.option("--mix", default="chat-rag", show_default=True,
                  help="a mix by name (see `bench workloads`), or CLASS=WEIGHT,…"),
-    click.option("--arrivals", default="poisson:1", show_default=True,
-                 help="when requests are due, as KIND:VALUE,KEY=VALUE,… (see `bench workloads`)"),
+    click.option("--rate", type=_POSITIVE, help="requests a second: short for --arrivals poisson:RATE"),
+    click.option("--arrivals",
+                 help="when requests are due, as KIND:VALUE,KEY=VALUE,… (see `bench workloads`) "
+                      "[default: poisson:1]"),
     click.option("--duration", type=_POSITIVE, default=60.0, show_default=True, help="seconds of load"),
     click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of everything random"),
     click.option("--scale", type=_POSITIVE, default=1.0, show_default=True, help="factor on all lengths"),
@@ -115,10 +118,11 @@ def make_job(given: Mapping[str, Any], changes: tuple[str, ...]) -> Job:
     )
     from dynamictp.bench.workload.spec import parse_arrivals  # noqa: PLC0415
 
-    parse_arrivals(given["arrivals"], given["duration"])
+    arrivals = _arrivals(given["arrivals"], given["rate"])
+    parse_arrivals(arrivals, given["duration"])
     workload = Workload(
         classes=parse_mix(given["mix"]),
-        arrivals=given["arrivals"],
+        arrivals=arrivals,
         duration_s=given["duration"],
         seed=given["seed"],
         scale=given["scale"],
@@ -144,6 +148,16 @@ def make_job(given: Mapping[str, Any], changes: tuple[str, ...]) -> Job:
     )
     overrides = dict(_parse_slo(text) for text in given["slo_overrides"])
     return Job(workload, options, Slo(given["slo_ttft_s"], given["slo_tpot_ms"] / 1e3, overrides))
+
+
+def _arrivals(form: str | None, rate_per_s: float | None) -> str:
+    if rate_per_s is None:
+        return form or DEFAULT_ARRIVALS
+    if form is not None:
+        raise ConfigError(
+            f"--rate {rate_per_s:g} and --arrivals {form} both say when requests are due: give one"
+        )
+    return f"poisson:{rate_per_s:g}"
 
 
 def read_keys(file: Path | None, key: str | None = None) -> tuple[str | None, dict[str, str]]:

@@ -17,7 +17,7 @@ from dynamictp.errors import ConfigError
 def calibrate(url: str, model: str, degrees: str, out: str) -> None:
     """Measure step times of the idle DynamicTP server at URL, for `plan --calibration`.
 
-    Takes about half a minute a degree. The server must run on this computer, and its layout is changed: let
+    Takes about a minute a degree. The server must run on this computer, and its layout is changed: let
     nothing else use it meanwhile.
     """
     from dynamictp.advisor import local  # noqa: PLC0415  (help stays instant)

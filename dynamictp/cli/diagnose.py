@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -12,17 +13,19 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from dynamictp.cli.admin import admin_client, get, refusal
 from dynamictp.errors import ConfigError, DynamicTPError
-from dynamictp.observe.diagnose import HEADLINES, Diagnosis, diagnose
+from dynamictp.observe.diagnose import Diagnosis, diagnose
 from dynamictp.observe.figures import Figures, figures_of
-from dynamictp.observe.samples import parse_samples
+from dynamictp.observe.findings import HEADLINES
+from dynamictp.observe.samples import Samples, parse_samples
 
 TIMEOUT_S = 10.0
 LOOK_S = 1.0
 
 
 @click.command("diagnose")
-@click.argument("target", metavar="URL|REPORT.json")
+@click.argument("target", metavar="[URL|REPORT.json]", default="http://127.0.0.1:8000")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1, max=3600),
@@ -37,30 +40,30 @@ def diagnose_command(target: str, seconds: float, admin_key: str | None, as_json
     arithmetic, the host, the queue or KV memory, with the evidence and what to try."""
     if target.startswith(("http://", "https://")):
         looks = watch(target, seconds, admin_key)
-        runs = [(target, figures_of(looks[0], looks[-1], seconds, looks[1:]))]
+        runs = list(of_models(target, looks, seconds))
     else:
         runs = list(read_report(Path(target)))
     for label, figures in runs:
         diagnosis = diagnose(figures)
         if as_json:
-            plain = {
-                "target": label,
-                "verdict": diagnosis.verdict,
-                "diagnosis": diagnosis,
-                "figures": figures,
-            }
-            click.echo(msgspec.json.encode(plain).decode())
+            click.echo(msgspec.json.encode(plain(label, figures, diagnosis)).decode())
         else:
             show(label, figures, diagnosis)
 
 
+def of_models(
+    url: str, looks: Sequence[Mapping[str, float]], seconds: float
+) -> Iterator[tuple[str, Figures]]:
+    """The figures of a server's only model, or of each."""
+    for model in Samples(looks[-1]).models or ("",):
+        label = f"{url}, model {model}" if model else url
+        yield label, figures_of(looks[0], looks[-1], seconds, looks[1:], model)
+
+
 def watch(url: str, seconds: float, admin_key: str | None) -> list[dict[str, float]]:
     """Looks at `/metrics`, one a second and one at the end. Raises `DynamicTPError`."""
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     looks: list[dict[str, float]] = []
-    with httpx.Client(
-        base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S, trust_env=False
-    ) as http:
+    with admin_client(url, admin_key, TIMEOUT_S) as http:
         began = time.monotonic()
         while True:
             looks.append(_look(http, url))
@@ -71,12 +74,13 @@ def watch(url: str, seconds: float, admin_key: str | None) -> list[dict[str, flo
 
 
 def _look(http: httpx.Client, url: str) -> dict[str, float]:
+    response = get(http, "/metrics")
+    if response.is_error:
+        raise refusal(http, response)
     try:
-        response = http.get("/metrics")
-        response.raise_for_status()
         samples = parse_samples(response.text)
-    except (httpx.HTTPError, ValueError) as error:
-        raise DynamicTPError(f"no metrics from {url}: {error}") from error
+    except ValueError as error:
+        raise DynamicTPError(f"{url} has a page /metrics, but not in Prometheus' format: {error}") from error
     if not any(name.startswith("dtp_steps_total") or name == "dtp_num_requests_running" for name in samples):
         raise DynamicTPError(f"{url} has metrics, but it is no DynamicTP server")
     return samples
@@ -102,6 +106,26 @@ def read_report(path: Path) -> Iterator[tuple[str, Figures]]:
         raise ConfigError(f"{path} has no run with metrics of a DynamicTP server")
 
 
+def plain(label: str, figures: Figures, diagnosis: Diagnosis) -> dict[str, Any]:
+    """For a program: the main verdict first, then all findings in their order."""
+    return {
+        "target": label,
+        "verdict": diagnosis.verdict,
+        "diagnosis": {
+            "findings": [
+                {
+                    "verdict": finding.verdict,
+                    "evidence": finding.evidence,
+                    "advice": [advice.text for advice in finding.advice],
+                }
+                for finding in diagnosis.findings
+            ],
+            "split": diagnosis.split,
+        },
+        "figures": figures,
+    }
+
+
 def show(label: str, figures: Figures, diagnosis: Diagnosis) -> None:
     """For a person."""
     console = Console(highlight=False)
@@ -113,8 +137,8 @@ def show(label: str, figures: Figures, diagnosis: Diagnosis) -> None:
             console.print(f"\nbeside it, {finding.verdict.value}: {HEADLINES[finding.verdict]}")
         for line in finding.evidence:
             console.print(f"  - {escape(line)}")
-        for line in finding.advice:
-            console.print(f"  [dim]try:[/] {escape(line)}")
+        for advice in finding.advice:
+            console.print(f"  [dim]try:[/] {escape(advice.text)}")
     if diagnosis.split:
         parts = ", ".join(f"{part} {100 * share:.0f} %" for part, share in diagnosis.split.items())
         console.print(f"\ntime of steps: {parts}")

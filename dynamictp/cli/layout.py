@@ -9,12 +9,13 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from dynamictp.cli.admin import admin_options, headers_of
+from dynamictp.cli.admin import admin_client, admin_options, refusal
 from dynamictp.errors import DynamicTPError, LayoutRefused
 from dynamictp.layout import spec_of
 
 WAIT_S = 75.0
 """The server answers within 60 s; the rest is for the way."""
+UNPROCESSABLE = 422
 
 
 @click.group()
@@ -40,15 +41,17 @@ def show(url: str, key: str | None) -> None:
     )
     for bar in state.get("barred", ()):
         console.print(f"{bar['layout']} is barred for {bar['for_s']:.0f} s", highlight=False)
+    several = "models" in state
     domains = Table("domain", "shape", "devices", "state", "running", "KV pages", box=None)
     for domain in state["domains"]:
         devices = ",".join(map(str, domain["devices"]))
         pages = f"{domain['kv_pages_used']} / {domain['kv_pages_cap']}"
-        domains.add_row(
-            domain["id"], f"tp{domain['tp']}", devices, domain["state"], str(domain["running"]), pages
-        )
+        shape = f"{domain['model']}:tp{domain['tp']}" if several else f"tp{domain['tp']}"
+        domains.add_row(domain["id"], shape, devices, domain["state"], str(domain["running"]), pages)
     console.print(domains)
     table = Table("device", "state", "cores", "pid", "domain or lease", box=None)
+    if several:
+        table.add_column("model")
     for device in state["devices"]:
         cores = ",".join(map(str, device.get("cores") or ()))
         table.add_row(
@@ -57,6 +60,7 @@ def show(url: str, key: str | None) -> None:
             cores,
             str(device.get("pid") or ""),
             str(device.get("domain") or device.get("lease") or "free"),
+            *((device["model"] or "",) if several else ()),
         )
     console.print(table)
 
@@ -78,7 +82,12 @@ def set_layout(
     body: dict[str, Any] = {"layout": text, "wait": wait, "ramp": ramp}
     if drain_deadline_s is not None:
         body["drain_deadline_s"] = drain_deadline_s
-    switch = _call("PUT", url, key, body)["switch"]
+    answer = _call("PUT", url, key, body)
+    for switch in answer.get("switches") or (answer["switch"],):
+        _print_switch(switch)
+
+
+def _print_switch(switch: dict[str, Any]) -> None:
     phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in switch.get("phases_ms", {}).items())
     click.echo(f"{switch['from']} -> {switch['to']}: {switch.get('outcome') or 'started'}")
     if phases:
@@ -94,21 +103,19 @@ def set_layout(
 def auto(url: str, key: str | None) -> None:
     """Give the layout back to the planner (in dynamic mode)."""
     _call("PUT", url, key, {"layout": "auto"})
+    state = _call("GET", url, key)
+    click.echo(f"the planner has the layout again; it is {state['observed']} now")
 
 
 def _call(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    address = f"{url.rstrip('/')}/admin/layout"
-    try:
-        response = httpx.request(method, address, json=body, headers=headers_of(key), timeout=WAIT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise DynamicTPError(
-            f"no answer from {url}: {error}; is the server running, and is --url right?"
-        ) from error
-    try:
-        answer = response.json()
-    except ValueError:
-        answer = {}
-    if response.is_error:
-        message = answer.get("error", {}).get("message") or f"status {response.status_code}"
-        raise LayoutRefused(message) if response.status_code == 422 else DynamicTPError(message)
-    return dict(answer)
+    with admin_client(url, key, WAIT_S) as http:
+        try:
+            response = http.request(method, "/admin/layout", json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise DynamicTPError(
+                f"no answer from {url}: {error}; is the server running, and is --url right?"
+            ) from error
+        if response.is_error:
+            reason = refusal(http, response)
+            raise LayoutRefused(str(reason)) if response.status_code == UNPROCESSABLE else reason
+        return dict(response.json())

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import httpx
 
-from dynamictp.cli.admin import admin_options, headers_of
+from dynamictp.cli.admin import admin_client, admin_options, refusal
 from dynamictp.errors import DynamicTPError
 
 NONE_FREE = 75
@@ -72,11 +72,11 @@ def lease(url: str, key: str | None, wait: float, command: tuple[str, ...], **gi
         "grace_s": given["grace"],
         "wait_s": wait,
     }
-    with httpx.Client(base_url=url.rstrip("/"), headers=headers_of(key), timeout=ANSWER_S) as http:
+    with admin_client(url, key, ANSWER_S) as http:
         granted = _ask(http, asked, url, wait)
         if granted is None:
             sys.exit(NONE_FREE)
-        holder = _Holder(http, granted, given["grace"])
+        holder = Holder(http, granted, given["grace"])
         try:
             code = holder.run(command)
         finally:
@@ -88,20 +88,19 @@ def _ask(http: httpx.Client, asked: dict[str, Any], url: str, wait_s: float) -> 
     """The lease; None when there are no free devices."""
     try:
         response = http.post("/admin/leases", json=asked, timeout=ANSWER_S + wait_s)
-        answer = response.json()
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DynamicTPError(
             f"no answer from {url}: {error}; is the server running, and is --url right?"
         ) from error
     if response.status_code == 409:
-        click.echo(f"dynamictp: {answer['error']['message']}", err=True)
+        click.echo(f"dynamictp: {refusal(http, response)}", err=True)
         return None
     if response.is_error:
-        raise DynamicTPError(answer.get("error", {}).get("message") or f"status {response.status_code}")
-    return dict(answer)
+        raise refusal(http, response)
+    return dict(response.json())
 
 
-class _Holder:
+class Holder:
     """Owner of a lease and of the command that runs on it."""
 
     def __init__(
@@ -169,8 +168,13 @@ class _Holder:
         revoked = False
         while not _ended(watch, LOOK_S):
             now = self._now()
-            if not revoked and self._is_over(now):
+            why = "" if revoked else self._over(now)
+            if why:
                 revoked, self._told_s = True, now
+                click.echo(
+                    f"dynamictp: {why}; the command is told to end, and killed after {self._grace_s:g} s",
+                    err=True,
+                )
                 _signal_group(process.pid, signal.SIGTERM)
             if self._interrupted is not None:
                 _signal_group(process.pid, self._interrupted)
@@ -179,11 +183,11 @@ class _Holder:
             if self._told_s is not None and now - self._told_s >= self._grace_s:
                 _signal_group(process.pid, signal.SIGKILL)
             elif revoked:
-                self._is_over(now)  # keeps the lease until its deadline
+                self._over(now)  # keeps the lease until its deadline
         return revoked
 
-    def _is_over(self, now: float) -> bool:
-        """Ask for the lease's state, and renew it when it is time."""
+    def _over(self, now: float) -> str:
+        """Ask for the lease's state, and renew it when it is time. Why it is over; empty while it is not."""
         try:
             if now - self._renewed_s >= RENEW_S:
                 self._renewed_s = now
@@ -192,13 +196,20 @@ class _Holder:
                 response = self._http.get(self._path)
             answer = response.json()
         except (httpx.HTTPError, ValueError):
-            return now - self._heard_s >= LOST_S
+            return self._silence(now)
         if response.status_code == 404:
-            return True
+            return "the server does not know the lease any more"
         if response.is_error:
-            return now - self._heard_s >= LOST_S
+            return self._silence(now)
         self._heard_s = now
-        return bool(answer["state"] == "revoking")
+        if answer["state"] != "revoking":
+            return ""
+        devices = ", ".join(map(str, self._devices))
+        return f"device {devices} is called back: {answer.get('reason') or 'the server needs it'}"
+
+    def _silence(self, now: float) -> str:
+        silent_s = now - self._heard_s
+        return f"the server has not answered for {silent_s:.0f} s" if silent_s >= LOST_S else ""
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._interrupted = signal.Signals(number)

@@ -103,6 +103,8 @@ def _question(model: str, flags: dict[str, Any]) -> Any:
         if flags[name] is not None and not flags[name] > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {flags[name]:g}; expected more than 0")
     shape = _stored(open_shape(model), flags)
+    if not 0 <= flags["context"] <= shape.max_context:
+        raise ConfigError(f"--context is {flags['context']}; {shape.name} holds up to {shape.max_context}")
     calibration = Calibration.load(Path(flags["calibration"])) if flags["calibration"] else None
     machine, limits, assumptions = _machine(flags, calibration)
     dynamic = flags["mode"] == "dynamic"

@@ -60,7 +60,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     """One option per field of the configuration; an option that is not given leaves the field alone."""
     hints = get_type_hints(ServeConfig)
     for field in reversed(msgspec.structs.fields(ServeConfig)):
-        if field.name in {"model", "control"}:
+        if field.name in {"model", "models", "control"}:
             continue
         hint: Any = hints[field.name]
         flag = f"--{field.name.replace('_', '-')}"

@@ -16,11 +16,14 @@ class Demand:
     """Higher goes first."""
     least: int = 1
     """Devices below which it can't serve at all."""
+    at: frozenset[int] = frozenset()
+    """The very devices, where a layout names them; empty: any."""
 
 
 def arbitrate(demands: Sequence[Demand], devices: int) -> Mapping[str, int]:
     """Devices of each model. Everyone gets its least first, by priority; then by priority what it wants;
-    models of equal priority take turns, one device each. What nobody wants stays free.
+    models of equal priority take turns, one device each, the first of `demands` first. What nobody wants
+    stays free.
     """
     ordered = sorted(demands, key=lambda demand: -demand.priority)
     grants = dict.fromkeys((demand.model for demand in ordered), 0)

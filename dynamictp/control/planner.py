@@ -127,12 +127,16 @@ def _sustained_shrink(s: Scene, state: PlannerState) -> tuple[Wish | None, Plann
     peak = max(s.demand.growth, 0.0 if before is None else before.peak)
     held = Sustained(since, 1 if before is None else before.decisions + 1, peak=peak)
     state = msgspec.structs.replace(state, shrink=held)
-    needed_s = s.config.shrink_after_s * 2**state.shrink_backoff
-    due = held.decisions >= s.config.consecutive and now - since >= needed_s
+    due = held.decisions >= s.config.consecutive and now - since >= _shrink_after_s(s.config, state)
     target = choice.smaller(s, peak) if due else None
     if target is None:
         return Wish(s.snapshot.layout, Reason.SUSTAIN), state
     return Wish(target.layout, Reason.SHRINK), state
+
+
+def _shrink_after_s(config: ControlConfig, state: PlannerState) -> float:
+    """How long a shrink must have been possible: twice as long for each one that was soon regretted."""
+    return config.shrink_after_s * 2.0**state.shrink_backoff
 
 
 def _sustained_shape(
@@ -306,6 +310,8 @@ def _figures(s: Scene, wish: Wish, state: PlannerState) -> dict[str, float]:
         figures["wanted_load"] = table.load(wish.target, found.growth)
     if state.shrink is not None:
         figures["shrink_for_s"] = s.snapshot.time_s - state.shrink.since_s
+        figures["shrink_after_s"] = _shrink_after_s(s.config, state)
     if state.sideways is not None:
         figures["sideways_for_s"] = s.snapshot.time_s - state.sideways.since_s
+        figures["sideways_after_s"] = s.config.sideways_after_s
     return {name: round(min(value, 1e9), 4) for name, value in figures.items()}

@@ -45,6 +45,8 @@ class Lease:
     """How long its job may take to end once it is told to."""
     expires_s: float
     called_back_s: float | None = None
+    reason: str = ""
+    """Why it was called back, for the job's owner; empty before."""
 
     @property
     def state(self) -> Literal["active", "revoking"]:
@@ -100,15 +102,15 @@ class ResourcePool:
         return len(self._devices - self.leased)
 
     @property
+    def reserved(self) -> frozenset[int]:
+        """Devices that are kept for a growth, or for whoever called them back."""
+        now = self._clock.now()
+        return frozenset(device for device, until in self._reserved.items() if now < until)
+
+    @property
     def free(self) -> tuple[int, ...]:
         """Devices that may be leased now."""
         return tuple(sorted(self._devices - self._used - self.leased - self.reserved))
-
-    @property
-    def reserved(self) -> frozenset[int]:
-        """Devices that are kept for a growth now."""
-        now = self._clock.now()
-        return frozenset(device for device, until in self._reserved.items() if now < until)
 
     def states(self, asleep: Collection[int] = ()) -> dict[int, DeviceState]:
         """By device. `asleep`: devices without a worker, because they were released."""
@@ -199,7 +201,7 @@ class ResourcePool:
         self._end(lease)
         return lease
 
-    def call_back(self, count: int) -> list[Lease]:
+    def call_back(self, count: int, reason: str = "") -> list[Lease]:
         """Revoke leases of `count` devices in all, those under revocation included; the latest ones first.
         What was revoked just now. Nothing in a pool that is not revocable."""
         if not self.revocable:
@@ -210,15 +212,15 @@ class ResourcePool:
             if coming >= count:
                 break
             if lease.called_back_s is None:
-                called.append(self._revoke(lease))
+                called.append(self._revoke(lease, reason))
                 coming += len(lease.devices)
         return called
 
-    def recall(self, devices: Collection[int]) -> list[Lease]:
+    def recall(self, devices: Collection[int], reason: str = "") -> list[Lease]:
         """Revoke the leases of these devices. What was revoked just now."""
         wanted = set(devices)
         return [
-            self._revoke(lease)
+            self._revoke(lease, reason)
             for lease in self.leases
             if self.revocable and lease.called_back_s is None and wanted.intersection(lease.devices)
         ]
@@ -229,14 +231,14 @@ class ResourcePool:
             until = self._clock.now() + KEPT_S
             self._reserved |= dict.fromkeys(lease.devices, until)
 
-    def _revoke(self, lease: Lease) -> Lease:
-        revoked = replace(lease, called_back_s=self._clock.now())
+    def _revoke(self, lease: Lease, reason: str) -> Lease:
+        revoked = replace(lease, called_back_s=self._clock.now(), reason=reason)
         self._leases[lease.id] = revoked
         return revoked
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, count: int, hold_s: float) -> list[Lease]:
+    def reserve(self, count: int, hold_s: float, reason: str = "") -> list[Lease]:
         """Have `count` devices ready for layouts, those in use included: keep free ones from being leased for
         `hold_s`, and call leases back for what is missing. The leases that were called back just now."""
         missing = count - len(self._used)
@@ -244,7 +246,7 @@ class ResourcePool:
         ready = sorted(self._devices - self._used - self.leased)[: max(0, missing)]
         for device in ready:
             self._reserved[device] = until
-        return self.call_back(missing - len(ready)) if missing > len(ready) else []
+        return self.call_back(missing - len(ready), reason) if missing > len(ready) else []
 
 
 class SubPool:

@@ -177,6 +177,10 @@ class Reason(StrEnum):
     DRY_RUN = "dry_run"
 
 
+GROWTH = frozenset({Reason.GROW_PREDICTED, Reason.GROW_FEEDBACK, Reason.GROW_ONLY_WIDER, Reason.REVIVE})
+"""Reasons for more devices."""
+
+
 class Alarm(StrEnum):
     """Conditions that a person should know of."""
 

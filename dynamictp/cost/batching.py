@@ -100,6 +100,8 @@ class Latency(msgspec.Struct, frozen=True):
     """Part of the requests that meet both targets."""
     kv_wait: float
     """Probability that a request waits for KV."""
+    wait_sigma: float = 0.0
+    """Standard deviation of the waits in the time to first token."""
 
 
 OVERLOADED = Latency(math.inf, math.inf, math.inf, math.inf, math.inf, math.inf, math.inf, 0.0, 1.0)
@@ -178,7 +180,17 @@ class Replica:
         return self._alone(tokens) if rows <= 0 else self._mixed(tokens, self._beside(rows))
 
     def _mixed(self, tokens: float, beside: _Beside) -> PromptCost:
-        alone, stages = self._alone(tokens), self.steps.domain.pp
+        alone, shared = self._alone(tokens), self._shared(tokens, beside)
+        idle = math.exp(-beside.rows)
+        return PromptCost(
+            added=idle * alone.added + (1 - idle) * shared.added,
+            latency=idle * alone.latency + (1 - idle) * shared.latency,
+            occupancy=idle * alone.occupancy + (1 - idle) * shared.occupancy,
+        )
+
+    def _shared(self, tokens: float, beside: _Beside) -> PromptCost:
+        """A prompt in the steps of rows that decode for certain."""
+        stages = self.steps.domain.pp
         whole = math.floor(tokens / beside.chunk)
         rest = tokens - whole * beside.chunk
         added = whole * beside.full_chunk_s
@@ -188,13 +200,7 @@ class Replica:
         added = (added + self.steps.prompt_attention_s(tokens)) / stages
         pieces = whole + (rest > 0)
         latency = added * (pieces + stages - 1) / pieces + (pieces + self._steps_before) * beside.step_s
-        occupancy = added + tokens / beside.chunk * beside.step_s
-        idle = math.exp(-beside.rows)
-        return PromptCost(
-            added=idle * alone.added + (1 - idle) * added,
-            latency=idle * alone.latency + (1 - idle) * latency,
-            occupancy=idle * alone.occupancy + (1 - idle) * occupancy,
-        )
+        return PromptCost(added, latency, occupancy=added + tokens / beside.chunk * beside.step_s)
 
     def _mean_added(self, rows: float) -> tuple[float, float, float]:
         """E[m], E[m²] and the mean occupancy of prompts beside `rows` rows."""
@@ -279,7 +285,7 @@ class Replica:
             if state.tpot_s + Z99 * state.tpot_sigma_s > targets.tpot_s:
                 return False
             waits = self._waits(asked, replicas, state, costs)
-            services = self._services(state, costs)
+            services = self.services(state, costs)
             return probability_beyond(targets.ttft_s, services, waits) <= 0.01
 
         smallest, largest = 0.01, float(self.max_batch)
@@ -299,7 +305,7 @@ class Replica:
 
     def latencies(self, state: SteadyState, waits: tuple[Wait, Wait], targets: Targets) -> Latency:
         """Quantiles in a known state; `waits` are those for the token budget and for KV."""
-        services = self._services(state, self.prompt_costs(state.batch))
+        services = self.services(state, self.prompt_costs(state.batch))
         e2e = [
             (weight * part, service + (tokens - 1) * state.tpot_s)
             for weight, service in services
@@ -320,17 +326,25 @@ class Replica:
             e2e_p99=quantile_of_sum(0.99, e2e, waits),
             goodput_fraction=in_time * _below(targets.tpot_s, state.tpot_s, state.tpot_sigma_s),
             kv_wait=waits[1].probability,
+            wait_sigma=math.sqrt(sum(wait.variance for wait in waits)),
         )
 
-    def _services(
+    def services(
         self, state: SteadyState, costs: Sequence[tuple[float, PromptCost]]
     ) -> list[tuple[float, float]]:
-        """(probability, seconds from the first step a prompt may have to its first token). The steps that it
-        waits for have other prompts in them: they take a TPOT, not a decode step, unless the replica idles.
+        """(probability, seconds from a request's send to its first token, but for waits), with the costs of
+        `prompt_costs`, in its order.
+
+        The steps that a prompt waits for have other prompts in them: they take a TPOT, not a decode step,
+        unless the replica idles. So has its own last one, as far as it leaves room in the budget.
         """
-        busy = 1 - math.exp(-state.batch)
-        more = busy * self._steps_before * (state.tpot_s - state.decode_step_s)
-        return [(weight, cost.latency + more) for weight, cost in costs]
+        busy, chunk = 1 - math.exp(-state.batch), self.chunk_tokens(state.batch)
+        outside = (1 - busy) * self.steps.request_s(busy=False) + busy * self.steps.request_s(busy=True)
+        others = busy * (state.tpot_s - state.decode_step_s)
+        return [
+            (weight, outside + cost.latency + (self._steps_before + 1 - node.tokens % chunk / chunk) * others)
+            for (weight, cost), node in zip(costs, self._prompts, strict=True)
+        ]
 
     def prompt_costs(self, rows: float) -> list[tuple[float, PromptCost]]:
         """(probability, cost) of the workload's prompts beside `rows` decoding rows."""
@@ -338,6 +352,18 @@ class Replica:
             return [(node.weight, self._alone(node.tokens)) for node in self._prompts]
         beside = self._beside(rows)
         return [(node.weight, self._mixed(node.tokens, beside)) for node in self._prompts]
+
+    def decoding_costs(self, rows: float) -> list[tuple[float, PromptCost, float]]:
+        """(probability, cost, steps of the decoding rows meanwhile) of the workload's prompts while `rows`
+        rows decode for certain; `prompt_costs` is for a number that varies around `rows`.
+        """
+        if rows <= 0:
+            return [(node.weight, self._alone(node.tokens), 0.0) for node in self._prompts]
+        beside = self._beside(rows)
+        return [
+            (node.weight, self._shared(node.tokens, beside), node.tokens / beside.chunk)
+            for node in self._prompts
+        ]
 
     def _waits(
         self, rate: float, replicas: int, state: SteadyState, costs: Sequence[tuple[float, PromptCost]]
@@ -357,7 +383,8 @@ class Replica:
         return prompts, Wait(blocked, life / (slots - state.resident * servers))
 
     def _unloaded(self, targets: Targets) -> Latency:
-        services = [(weight, cost.latency) for weight, cost in self.prompt_costs(0.0)]
+        outside = self.steps.request_s(busy=False)
+        services = [(weight, outside + cost.latency) for weight, cost in self.prompt_costs(0.0)]
         shortest = min(self._workload.prompts, key=lambda node: node.tokens).tokens
         tpot = self.steps.decode(1.0, shortest).total_s
         e2e = [

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from dynamictp.cost.figures import Figure
 from dynamictp.errors import ConfigError
 
 Op = Literal["base", "attention", "prompt_attention"]
@@ -35,6 +36,27 @@ class CalibrationPoint(msgspec.Struct, frozen=True):
     size: int
     ratio: float
     """Measured ÷ expected time."""
+
+
+class RequestPoint(msgspec.Struct, frozen=True):
+    """Time of a request outside of steps while so many devices computed: client to engine, and the first
+    token back. Seconds; `low_s` and `high_s` are the quartiles over the requests measured.
+    """
+
+    busy_devices: int
+    seconds: float
+    low_s: float
+    high_s: float
+
+
+class CrowdedPoint(msgspec.Struct, frozen=True):
+    """How many times slower the memory of a domain of `tp` is than its bandwidths say, while so many devices
+    of the node compute: what they do to each other, and the host's work to all of them.
+    """
+
+    tp: int
+    busy_devices: int
+    slowdown: float
 
 
 class Correction(msgspec.Struct, frozen=True):
@@ -71,6 +93,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes/s of one device that the ratios refer to; 0: the device's data sheet. So, too, the next two."""
     shared_bandwidth: float = 0.0
     flops: float = 0.0
+    requests: tuple[RequestPoint, ...] = ()
+    """By rising number of busy devices; empty: not measured."""
+    crowded: tuple[CrowdedPoint, ...] = ()
+    """Measured beside other domains; a domain alone has its ratios."""
     version: int = 1
 
     def curve(self, op: Op, tp: int) -> Curve | None:
@@ -86,6 +112,27 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Ratio for a step, interpolated in the logarithm of the size; None without points of that kind."""
         curve = self.curve(op, tp)
         return None if curve is None else curve.at(size)
+
+    def request_s(self, busy_devices: float) -> Figure | None:
+        """Time of a request outside of steps, linear between the measured points and held at the ends."""
+        if not self.requests:
+            return None
+        left, right = _around(self.requests, busy_devices)
+        gap = right.busy_devices - left.busy_devices
+        share = min(max((busy_devices - left.busy_devices) / gap, 0.0), 1.0) if gap else 0.0
+        return Figure(
+            left.seconds + share * (right.seconds - left.seconds),
+            "measured",
+            f"{self.source}, beside {busy_devices:g} busy devices; range: quartiles of the requests",
+            better=left.low_s + share * (right.low_s - left.low_s),
+            worse=left.high_s + share * (right.high_s - left.high_s),
+            ideal=0.0,
+        )
+
+    def slowdown(self, tp: int, busy_devices: int) -> float:
+        """Of memory beside other domains; 1 where just that was not measured."""
+        found = (p for p in self.crowded if (p.tp, p.busy_devices) == (tp, busy_devices))
+        return next((point.slowdown for point in found), 1.0)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -106,12 +153,23 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             calibration = msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"{path}: no calibration file ({error}); make one with `dynamictp calibrate URL`"
+                f"{path}: no calibration file ({reason}); make one with `dynamictp calibrate URL`"
             ) from error
-        if calibration.version != 1 or not all(point.ratio > 0 for point in calibration.points):
-            raise ConfigError(f"{path}: version {calibration.version} or a ratio is unusable; make it again")
+        busy = [point.busy_devices for point in calibration.requests]
+        positive = [p.ratio for p in calibration.points] + [p.slowdown for p in calibration.crowded]
+        usable = all(value > 0 for value in positive) and busy == sorted(set(busy))
+        if calibration.version != 1 or not usable:
+            raise ConfigError(f"{path}: version {calibration.version} or a figure is unusable; make it again")
         return calibration
+
+
+def _around(points: Sequence[RequestPoint], busy: float) -> tuple[RequestPoint, RequestPoint]:
+    """The two points to interpolate between; twice the same one beyond the ends."""
+    right = next((point for point in points if point.busy_devices >= busy), points[-1])
+    left = next((point for point in reversed(points) if point.busy_devices <= busy), points[0])
+    return left, right
 
 
 def _interpolated(curve: Sequence[tuple[int, float]], size: float) -> float:

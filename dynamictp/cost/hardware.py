@@ -72,6 +72,14 @@ class Assumptions(msgspec.Struct, frozen=True):
     step_overhead_s: Figure = Figure(
         1e-3, "assumed", "host work and gaps between kernels of one step, graphs captured", 4e-4, 3e-3, 0.0
     )
+    request_overhead_s: Figure = Figure(
+        5e-3,
+        "assumed",
+        "a request outside of steps: HTTP, tokenizer, messages, first token back; on cores of the host's own",
+        better=2e-3,
+        worse=15e-3,
+        ideal=0.0,
+    )
     bytes_per_exchange_element: float = 2.0
 
     def figures(self) -> dict[str, Figure]:

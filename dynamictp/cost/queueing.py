@@ -42,6 +42,11 @@ class Wait(msgspec.Struct, frozen=True):
     def mean(self) -> float:
         return self.probability * self.scale
 
+    @property
+    def variance(self) -> float:
+        """E[W²] − E[W]² = 2ps² − (ps)²: with probability 1 − p there is no wait."""
+        return self.probability * (2 - self.probability) * self.scale**2
+
 
 NO_WAIT = Wait(0.0, 0.0)
 

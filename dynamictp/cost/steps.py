@@ -91,6 +91,8 @@ class StepModel:
         if device.shared_bandwidth is not None:
             busy = max(domain.active_devices, domain.tp * domain.pp)
             bandwidth = min(bandwidth, device.shared_bandwidth.at(self._inner) / busy)
+            if calibrated and domain.calibration is not None:
+                bandwidth /= domain.calibration.slowdown(domain.tp, busy)
         self._bandwidth = bandwidth * assumed.memory_efficiency.at(self._inner)
         efficiency = assumed.compute_efficiency.at(self._inner)
         self._flops = device.flops(shape.weights.compute).at(self._inner) * efficiency
@@ -163,6 +165,17 @@ class StepModel:
         found = curve.at(size)
         sign = {Corner.FAST: -1.0, Corner.SLOW: 1.0}.get(self.corner, 0.0)
         return found.ratio * (1 + sign * found.spread)
+
+    def request_s(self, *, busy: bool) -> float:
+        """What a request takes outside of steps: on its way to the engine, and its first token back.
+
+        Only where devices are cores of the host does it matter whether they compute meanwhile (`busy`).
+        """
+        domain = self.domain
+        devices = max(domain.active_devices, domain.tp * domain.pp) if busy else 0
+        measured = None if domain.calibration is None else domain.calibration.request_s(devices)
+        figure = measured if measured is not None else domain.assumptions.request_overhead_s
+        return figure.at(self.corner)
 
     def base(self, tokens: float, sampled: float) -> StepCost:
         """A pass over `tokens` tokens, `sampled` of them with logits, without attention."""

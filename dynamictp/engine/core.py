@@ -79,7 +79,8 @@ class EngineCore:
         self.pool = BlockPool(arena.pages, facts.kv_heads, prefix_cache=start.prefix_cache)
         context = min(start.max_model_len or facts.max_context, facts.max_context)
         limits = Limits(arena.page_tokens, start.max_batched_tokens, start.max_step_ms)
-        self._cap = DYNAMIC_CAP if start.mode == "dynamic" else 1.0
+        # With one device there is no layout to change to.
+        self._cap = DYNAMIC_CAP if start.mode == "dynamic" and start.devices > 1 else 1.0
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._times = StepTimes()
         self._admission = Admission(
@@ -100,7 +101,7 @@ class EngineCore:
         first_id = 1 + (start.incarnation - 1) * EPOCHS_PER_INCARNATION
         self.fleet = Fleet(
             start,
-            quota=quota_rule(self.pool.total, start.devices, self._cap),
+            quota=quota_rule(self.pool.total, start.quota_devices, self._cap),
             comms=CommunicatorPool(start.comm_slots, first_id),
             control=control,
             book=self.book,
@@ -252,9 +253,11 @@ class EngineCore:
         size = self.start.arena.page_tokens
         largest = max(-(-len(request.tokens) // size) for request in waiting)
         held = max((d.quota for d in self._live() if d.state == "serving"), default=0)
-        quota = quota_rule(self.pool.total, self.start.devices, self._cap)
+        quota = quota_rule(self.pool.total, self.start.quota_devices, self._cap)
         wider = (
-            d for d in sorted(self.start.legal_degrees) if d <= self.start.devices and quota(d) >= largest
+            d
+            for d in sorted(self.start.legal_degrees)
+            if d <= self.start.quota_devices and quota(d) >= largest
         )
         return Waiting(
             sum(len(request.tokens) for request in waiting),
@@ -267,10 +270,10 @@ class EngineCore:
         """The context to advertise: what the widest domain's quota holds. Static mode: of the layout in
         force; dynamic mode: of the widest legal one."""
         if self.start.mode == "dynamic":
-            widest = max((d for d in self.start.legal_degrees if d <= self.start.devices), default=1)
+            widest = max((d for d in self.start.legal_degrees if d <= self.start.quota_devices), default=1)
         else:
             widest = max(shape.devices for shape in self.layouts.observed.spec.shapes)
-        quota = quota_rule(self.pool.total, self.start.devices, self._cap)(widest)
+        quota = quota_rule(self.pool.total, self.start.quota_devices, self._cap)(widest)
         return min(self._context, quota * self.start.arena.page_tokens)
 
     def check_integrity(self) -> None:

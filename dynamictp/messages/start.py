@@ -42,5 +42,11 @@ class EngineStart(msgspec.Struct, frozen=True):
     ramp: RampSettings = RampSettings()
     leased: tuple[int, ...] = ()
     """Devices that others use: no domain is put on them."""
+    most_devices: int = 0
+    """Devices that layouts may take, by which the arena is divided; 0: all."""
     long_prompt_tokens: int = 1024
     """Prompts from this length on lean to the widest domain."""
+
+    @property
+    def quota_devices(self) -> int:
+        return self.most_devices or self.devices

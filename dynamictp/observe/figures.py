@@ -42,9 +42,13 @@ class Figures:
     """Of the devices that have a domain: time in steps."""
     server_cores: float | None = None
     engine_cores: float | None = None
+    worker_cores: float | None = None
+    """All workers together."""
     foreign_cores: float | None = None
     """Cores' worth of work that others did on the devices' cores."""
     steal_cores: float | None = None
+    ranks_per_core: float = 0.0
+    """Ranks of serving domains on the core that has most; 0 when not known."""
 
     def seconds(self, part: str) -> float:
         """Of decode and prefill steps together."""
@@ -58,6 +62,18 @@ class Figures:
     def share(self, part: str) -> float:
         """Part of the time of steps and between them."""
         return self.seconds(part) / self.total_s if self.total_s else 0.0
+
+    @property
+    def divided(self) -> bool:
+        """The kernels say what a step is made of; torch's don't."""
+        return self.seconds("weights") + self.seconds("attention") > 0
+
+    @property
+    def busy(self) -> float:
+        """Part of the interval in which the devices had work."""
+        if self.busy_share is not None:
+            return self.busy_share
+        return min(1.0, self.total_s / self.interval_s)
 
     @property
     def steps(self) -> float:
@@ -79,12 +95,16 @@ def figures_of(
     after: Mapping[str, float],
     interval_s: float,
     between: Sequence[Mapping[str, float]] = (),
+    model: str = "",
 ) -> Figures:
     """From looks at both ends of `interval_s` seconds; the queue is averaged over the looks `between`, if
-    there are any.
+    there are any. `model`: of a server with several, the one that the figures are of.
     """
-    first, last = Samples(before), Samples(after)
-    seen = [Samples(look) for look in between] or [first, last]
+    whole = Samples(after).since(Samples(before))
+    first, last, *seen = (
+        Samples(look).of_model(model) if model else Samples(look) for look in (before, after, *between)
+    )
+    seen = seen or [first, last]
     delta = last.since(first)
     steps = delta.by("dtp_steps_total", "tp")
     count = sum(steps.values())
@@ -108,8 +128,10 @@ def figures_of(
         busy_share=_busy(delta, interval_s),
         server_cores=_cores(delta, "server", interval_s),
         engine_cores=_cores(delta, "engine", interval_s),
-        foreign_cores=_foreign(delta, interval_s),
+        worker_cores=_cores(delta, "worker", interval_s),
+        foreign_cores=_foreign(whole, interval_s),
         steal_cores=_steal(delta, interval_s),
+        ranks_per_core=last.total("dtp_ranks_per_core"),
     )
 
 

@@ -5,6 +5,8 @@ Accelerators of NVIDIA have their own exporter (DCGM, `DCGM_FI_*`); on a CPU nod
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +14,8 @@ import psutil
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dynamictp.observe.families import counter, counters, gauges
+
+CRASHING = ("worker", "engine")
 
 
 @dataclass(frozen=True)
@@ -32,22 +36,29 @@ class MachineSources:
 
 
 @dataclass
-class MachineMetrics:
-    """Owner of nothing but the last known figures: a process may end between two looks."""
+class ProcessMetrics:
+    """What the processes use, and owner of their crashes. A process may end between two looks."""
 
     sources: MachineSources = field(default_factory=MachineSources)
+    wall: Callable[[], float] = time.time
+    crashes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(CRASHING, 0)))
+    last_crash: float | None = None
+    """Unix time."""
+
+    def on_crash(self, process: str) -> None:
+        """A process of that kind (`CRASHING`) ended without being asked to, and is replaced."""
+        self.crashes[process] += 1
+        self.last_crash = self.wall()
 
     def collect(self) -> Iterator[Metric]:
-        devices = self.sources.devices()
-        yield from self._collect_processes(devices)
-        yield from _collect_cores(devices)
-        memory = psutil.virtual_memory()
-        yield gauges(
-            "dtp_node_memory_bytes",
-            "Memory of the machine. Will something be killed for memory?",
-            "kind",
-            {"total": float(memory.total), "available": float(memory.available)},
-        )
+        yield from self._collect_processes(self.sources.devices())
+        if self.crashes:
+            yield counters(
+                "dtp_process_crashes",
+                "Processes that ended or hung and were replaced. Does something crash?",
+                ["process"],
+                (((process,), count) for process, count in self.crashes.items()),
+            )
 
     def _collect_processes(self, devices: Mapping[int, Placed]) -> Iterator[Metric]:
         known = {(name, ""): pid for name, pid in self.sources.processes().items()}
@@ -67,6 +78,22 @@ class MachineMetrics:
         for key, value in memory:
             family.add_metric(list(key), value)
         yield family
+
+
+@dataclass
+class MachineMetrics(ProcessMetrics):
+    """Processes, cores and memory of the machine."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        yield from _collect_cores(self.sources.devices())
+        memory = psutil.virtual_memory()
+        yield gauges(
+            "dtp_node_memory_bytes",
+            "Memory of the machine. Will something be killed for memory?",
+            "kind",
+            {"total": float(memory.total), "available": float(memory.available)},
+        )
 
 
 def _look(pid: int | None) -> tuple[float, float] | None:

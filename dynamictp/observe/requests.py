@@ -32,8 +32,8 @@ CLASSES = ("short", "long")
 LONG_PROMPT_TOKENS = 512
 """From here on a prompt is of the class `long`: it takes steps of its own."""
 
-FAILURES = ("error", "unavailable", "deadline", "slow_client", "cancelled")
-_BY_STATUS = {503: "unavailable", 504: "deadline", 408: "slow_client"}
+FAILURES = ("error", "unavailable", "deadline", "slow_client", "too_large", "cancelled")
+_BY_STATUS = {503: "unavailable", 504: "deadline", 408: "slow_client", 400: "too_large"}
 
 
 def class_of(prompt_tokens: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+MODEL = "model_name"
 _LABEL = re.compile(r"\{([a-zA-Z_]\w*)=([^}]*)\}")
 
 
@@ -52,6 +53,22 @@ class Samples:
                 for key, value in self.values.items()
             }
         )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models of a server that has several; of one with one model none.
+
+        Its figures under other servers' names have the label in any case.
+        """
+        ours = (dict(_LABEL.findall(key)) for key in self.values if key.startswith("dtp_"))
+        found = {labels.get(MODEL, "") for labels in ours}
+        return tuple(sorted(found - {""}))
+
+    def of_model(self, name: str) -> Samples:
+        """Those of that model and those that belong to none, such as the machine's."""
+        others = f"{{{MODEL}="
+        mine = f"{{{MODEL}={name}}}"
+        return Samples({key: value for key, value in self.values.items() if mine in key or others not in key})
 
     def _named(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
         for key, value in self.values.items():

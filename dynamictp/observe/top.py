@@ -24,6 +24,8 @@ OUTCOMES = {
 STATES = {"serving": "green", "draining": "yellow", "failed": "red"}
 MOST_SWITCHES = 6
 MOST_DECISIONS = 4
+LEAST_MS = 0.5
+CRASH_SHOWN_S = 600.0
 
 
 @dataclass
@@ -35,6 +37,9 @@ class View:
     points: dict[str, list[Any]] = field(default_factory=dict)
     switches: Sequence[Mapping[str, Any]] = ()
     decisions: Sequence[Mapping[str, Any]] = ()
+    crashes: Mapping[str, Any] = field(default_factory=dict)
+    now: float = 0.0
+    """Unix time of the server."""
     trouble: str = ""
 
 
@@ -72,6 +77,10 @@ def _title(view: View) -> Text:
     switch = layout.get("switch")
     if switch:
         text.append(f"  switching to {switch['to']}: {switch['phase']}", "cyan")
+    last = view.crashes.get("last")
+    if last and view.now - last <= CRASH_SHOWN_S:
+        ended = ", ".join(f"{count} of {name}" for name, count in view.crashes["counts"].items() if count)
+        text.append(f"  crashes: {ended}, the last {view.now - last:.0f} s ago", "bold red")
     for alarm in view.decisions[0].get("alarms", ()) if view.decisions else ():
         text.append(f"  {alarm}", "bold red")
     return text
@@ -83,7 +92,7 @@ def _domains(layout: Mapping[str, Any]) -> Table:
         cap = domain["kv_pages_cap"]
         table.add_row(
             domain["id"],
-            f"tp{domain['tp']}",
+            f"{domain['model']}:tp{domain['tp']}" if "models" in layout else f"tp{domain['tp']}",
             ",".join(map(str, domain["devices"])),
             Text(domain["state"], style=STATES.get(domain["state"], "cyan")),
             str(domain["running"]),
@@ -128,9 +137,16 @@ def _switches(switches: Sequence[Mapping[str, Any]]) -> Table:
             Text(word, style=style),
             switch["reason"],
             f"{sum(phases.values()):.0f}",
-            Text(switch.get("error") or " ".join(f"{n} {ms:.1f}" for n, ms in phases.items()), style="dim"),
+            Text(switch.get("error") or _told(phases), style="dim"),
         )
     return table
+
+
+def _told(phases: Mapping[str, float]) -> str:
+    """Phases that took time, in short words."""
+    return " ".join(
+        f"{name.removeprefix('prepare_')} {ms:.0f}" for name, ms in phases.items() if ms >= LEAST_MS
+    )
 
 
 def _decisions(decisions: Sequence[Mapping[str, Any]]) -> Table:

@@ -13,7 +13,7 @@ from dynamictp.errors import Forbidden, RequestError, Unauthorized
 from dynamictp.server.answers import error_response
 from dynamictp.server.keys import ANYONE, Identity, KeyRing
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/dashboard"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/dashboard"})
 """Probes and load balancers have no keys. The page holds no figures: it asks its reader for the key."""
 
 
@@ -52,7 +52,7 @@ class Access:
                 code="unknown_host",
             )
         origin = headers.get("origin")
-        if origin is not None and not self._known(urlsplit(origin).hostname or ""):
+        if origin is not None and not self._known(_origin_name(origin)):
             raise Forbidden("pages of other sites may not use this server", code="foreign_origin")
 
     def _known(self, name: str) -> bool:
@@ -120,6 +120,14 @@ def _identify(ring: KeyRing, authorization: str, *, admin: bool) -> Identity:
     if identity is None:
         raise Unauthorized("the key is not known here", code="invalid_api_key")
     return identity
+
+
+def _origin_name(origin: str) -> str:
+    """The host that an Origin header names; empty for one that names none (`null`, nonsense)."""
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

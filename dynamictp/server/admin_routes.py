@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dynamictp.errors import BadRequest
-from dynamictp.layout import legal_specs
-from dynamictp.messages import DeviceStatus, DomainStatus, SwitchStatus
+from dynamictp.errors import BadRequest, NotFound
+from dynamictp.messages import SwitchStatus
 from dynamictp.server.answers import envelope, json_response
 from dynamictp.server.fields import Fields, parse_object
+from dynamictp.server.layout_orders import LayoutOrders, degrees_of
+from dynamictp.server.layout_view import observed_of, show_layout, show_switch, show_switches
 from dynamictp.server.metrics import CONTENT_TYPE
-from dynamictp.server.service import DeviceInfo, Service
+from dynamictp.server.roster import Roster
+from dynamictp.server.roster_metrics import RosterMetrics
+from dynamictp.server.service import Service
 from dynamictp.server.switches import Wait, check_layout, describe
 
 MAX_DRAIN_S = 86_400.0
@@ -46,10 +51,12 @@ def parse_set_layout(fields: Fields) -> LayoutChange:
 
 
 class AdminRoutes:
-    """Endpoints over one `Service`."""
+    """Endpoints over the models of one server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._orders = LayoutOrders(roster)
+        self._metrics = RosterMetrics(roster) if roster.several else None
 
     def routes(self) -> list[Route]:
         return [
@@ -66,49 +73,22 @@ class AdminRoutes:
         return [Route("/metrics", self.metrics, methods=["GET"])]
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        text = self._metrics.render() if self._metrics is not None else self._roster.first.metrics.render()
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def layout(self, request: Request) -> Response:
-        service = self._service
-        snapshot, board = service.client.snapshot, service.switches
-        in_flight = board.in_flight
-        devices, states, pool = service.device_info(), service.desk.states(), service.desk.pool
-        leases = {device: lease.id for lease in pool.leases for device in lease.devices}
-        plane = service.plane
-        return json_response(
-            {
-                "mode": service.mode,
-                "pinned": board.pinned,
-                "target": board.target or service.observed,
-                "observed": service.observed,
-                "legal_layouts": [str(spec) for spec in legal_specs(self._degrees(), service.devices)],
-                "waiting": snapshot.waiting if snapshot else 0,
-                "switch": self._shown(in_flight.switch_id) if in_flight else None,
-                "barred": [
-                    {"layout": bar.layout, "for_s": bar.until_s - service.clock.now()}
-                    for bar in (plane.reconciler.bars() if plane is not None else ())
-                ],
-                "domains": [_domain(d, service.model) for d in snapshot.domains] if snapshot else [],
-                "devices": [
-                    {
-                        **_device(d, snapshot.domains, devices.get(d.id, DeviceInfo())),
-                        "state": states[d.id],
-                        "lease": leases.get(d.id),
-                    }
-                    for d in snapshot.devices
-                ]
-                if snapshot
-                else [],
-            }
-        )
+        return json_response(show_layout(self._roster))
 
     async def set_layout(self, request: Request) -> Response:
-        service, board = self._service, self._service.switches
-        async with service.bodies.reading(request) as body:
+        async with self._roster.bodies.reading(request) as body:
             wanted = parse_set_layout(Fields(parse_object(body)))
         if wanted.layout.strip() == "auto":
             return self._unpin()
-        layout = check_layout(wanted.layout, self._degrees(), service.devices, service.model)
+        if self._roster.several:
+            return await self._set_layouts(wanted)
+        service, board = self._roster.first, self._roster.first.switches
+        most, pool = service.share.most, service.devices
+        layout = check_layout(wanted.layout, degrees_of(service), most, service.model, pool=pool)
         service.client.check_open()
         await service.desk.recall(layout, service.switch_wait_s)
         status = board.start(
@@ -124,17 +104,33 @@ class AdminRoutes:
         ended = await board.wait(status.switch_id, wanted.until, service.switch_wait_s)
         return _answer(ended, status.switch_id, self._shown(status.switch_id))
 
-    async def switches(self, request: Request) -> Response:
-        board = self._service.switches
-        return json_response(
-            {"switches": [describe(status, board.times(status.switch_id)) for status in board.known]}
+    async def _set_layouts(self, wanted: LayoutChange) -> Response:
+        """A switch for each model that the layout names; `switch` is the one that got least far."""
+        roster, wait_s = self._roster, self._roster.first.switch_wait_s
+        parts = self._orders.check(wanted.layout)
+        await roster.shares.desk.recall(self._orders.combined(parts), wait_s)
+        orders = self._orders.start(parts, ramp=wanted.ramp, drain_deadline_s=wanted.drain_deadline_s)
+        for order in orders:
+            order.service.switches.pinned = roster.first.mode != "static"
+        until: Wait = wanted.until
+        ended = await asyncio.gather(
+            *(order.service.switches.wait(order.switch_id, until, wait_s) for order in orders)
         )
+        shown = [show_switch(roster, order.service, order.switch_id) for order in orders]
+        if until == "none":
+            return json_response({"switch": shown[0], "switches": shown}, 202)
+        worst = max(range(len(orders)), key=lambda i: _BADNESS.get(_outcome(ended[i]), 0))
+        return _answer(ended[worst], orders[worst].switch_id, shown[worst], switches=shown)
+
+    async def switches(self, request: Request) -> Response:
+        return json_response({"switches": show_switches(self._roster)})
 
     async def switch(self, request: Request) -> Response:
         return json_response({"switch": self._shown(request.path_params["id"])})
 
     async def cancel_switch(self, request: Request) -> Response:
-        service, switch_id = self._service, request.path_params["id"]
+        switch_id = request.path_params["id"]
+        service = self._owner(switch_id)
         service.switches.cancel(switch_id, service.client.send)
         if service.switches.pinned:
             # What was asked for by hand is taken back by hand.
@@ -150,78 +146,64 @@ class AdminRoutes:
         return json_response({"switch": switch})
 
     def _unpin(self) -> Response:
-        """Hand the layout back to the planner."""
-        service = self._service
-        if service.mode != "dynamic":
+        """Hand the layouts back to the planners."""
+        mode = self._roster.first.mode
+        if mode != "dynamic":
             raise BadRequest(
-                f"'auto' gives the layout to the planner, and mode {service.mode} has none that acts; "
+                f"'auto' gives the layout to the planner, and mode {mode} has none that acts; "
                 "name a layout, or start the server with --mode dynamic",
                 param="layout",
             )
-        service.switches.pinned = False
-        service.switches.target = None
-        if service.plane is not None:
-            service.plane.unpin()
-        observed = service.observed
-        noop = SwitchStatus("", observed, observed, "", "noop")
+        for service in self._roster.services:
+            service.switches.pinned = False
+            service.switches.target = None
+            if service.plane is not None:
+                service.plane.unpin()
+        layout = observed_of(self._roster)
+        noop = SwitchStatus("", layout, layout, "", "noop")
         return json_response({"switch": describe(noop), "pinned": False})
 
+    def _owner(self, switch_id: str) -> Service:
+        """The model whose switch it is. Raises `NotFound`."""
+        for service in self._roster.services:
+            with contextlib.suppress(NotFound):
+                service.switches.get(switch_id)
+                return service
+        raise NotFound(f"there is no switch '{switch_id}'", code="switch_not_found")
+
     def _shown(self, switch_id: str) -> dict[str, object]:
-        board = self._service.switches
-        return describe(board.get(switch_id), board.times(switch_id))
-
-    def _degrees(self) -> tuple[int, ...]:
-        engine = self._service.client.engine
-        return (engine.legal_degrees if engine else ()) or self._service.legal_degrees
+        return show_switch(self._roster, self._owner(switch_id), switch_id)
 
 
-def _answer(status: SwitchStatus | None, switch_id: str, switch: dict[str, object]) -> Response:
-    """The answer to a wait, with the switch as it is shown; None when the time was up first."""
+_BADNESS = {"": 4, "failed": 3, "rolled_back": 2, "cancelled": 1}
+
+
+def _outcome(status: SwitchStatus | None) -> str:
+    return status.outcome if status is not None else ""
+
+
+def _answer(
+    status: SwitchStatus | None,
+    switch_id: str,
+    switch: dict[str, object],
+    *,
+    switches: list[dict[str, object]] | None = None,
+) -> Response:
+    """The answer to a wait, with the switch as it is shown; None when the time was up first. `switches`: all
+    of one order, with several models."""
+    more = {"switch": switch} if switches is None else {"switch": switch, "switches": switches}
+    outcome = _outcome(status)
     if status is None:
         message = f"switch {switch_id} goes on; look at /admin/switches/{switch_id}"
         body = envelope(message, "timeout_error", code="switch_wait_timeout")
-        return json_response({**body, "switch": {"id": switch_id}}, 504)
-    if status.outcome == "failed":
+        return json_response({**body, **more, "switch": {"id": switch_id}}, 504)
+    if outcome == "failed":
         message = f"switch {switch_id} failed: {status.error or 'no reason given'}"
-        return json_response(
-            {**envelope(message, "server_error", code="switch_failed"), "switch": switch}, 500
-        )
-    if status.outcome == "rolled_back":
+        return json_response({**envelope(message, "server_error", code="switch_failed"), **more}, 500)
+    if outcome == "rolled_back":
         message = f"switch {switch_id} was rolled back: {status.error}"
-        return json_response(
-            {**envelope(message, "conflict_error", code="switch_rolled_back"), "switch": switch}, 409
-        )
-    if status.outcome == "cancelled":
+        return json_response({**envelope(message, "conflict_error", code="switch_rolled_back"), **more}, 409)
+    if outcome == "cancelled":
         message = f"switch {switch_id} was cancelled"
-        return json_response(
-            {**envelope(message, "conflict_error", code="switch_cancelled"), "switch": switch}, 409
-        )
-    return json_response({"switch": switch})
-
-
-def _domain(domain: DomainStatus, model: str) -> dict[str, Any]:
-    return {
-        "id": domain.id,
-        "epoch": domain.epoch,
-        "model": domain.model or model,
-        "tp": domain.tp,
-        "pp": domain.pp,
-        "devices": domain.devices,
-        "state": domain.state,
-        "running": domain.running,
-        "kv_pages_used": domain.kv_pages_used,
-        "kv_pages_cap": domain.kv_pages_cap,
-    }
-
-
-def _device(device: DeviceStatus, domains: tuple[DomainStatus, ...], info: DeviceInfo) -> dict[str, Any]:
-    """`domain` is the one that takes new requests, when a draining one shares the device."""
-    serving = {domain.id for domain in domains if domain.state == "serving"}
-    chosen = next((d for d in device.domains if d in serving), device.domains[0] if device.domains else None)
-    return {
-        "id": device.id,
-        "cores": info.cores,
-        "pid": info.pid,
-        "domain": chosen,
-        "domains": device.domains,
-    }
+        return json_response({**envelope(message, "conflict_error", code="switch_cancelled"), **more}, 409)
+    return json_response(more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -27,6 +28,8 @@ from dynamictp.messages import Snapshot
 from dynamictp.observe.requests import LONG_PROMPT_TOKENS
 from dynamictp.server.sender import Sender
 
+log = logging.getLogger(__name__)
+
 PromptClass = Literal["short", "long"]
 
 CLASS_SHARE = 0.75
@@ -44,6 +47,8 @@ FIRST_OUTPUT_TOKENS = 64.0
 TELLING_S = 0.3
 """Predictions below say nothing about the speed: latencies of every step are larger."""
 MAX_BIAS = 4.0
+LOG_S = 10.0
+"""Least time between two lines about refused requests."""
 _BIAS_WEIGHT = 0.1
 _TPOT_WEIGHT = 0.02
 _OUTPUT_WEIGHT = 0.1
@@ -210,6 +215,31 @@ class Pace:
         return (tokens + prior * PRIOR_S) / (seconds + PRIOR_S)
 
 
+class RefusalLog:
+    """Says in the log how many requests were refused, by reason: the first at once, later ones together."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._new: Counter[Reason] = Counter()
+        self._since_s = self._said_s = -math.inf
+
+    def add(self, refusal: Refusal) -> None:
+        if not self._new:
+            self._since_s = self._clock.now()
+        self._new[refusal.reason] += 1
+        self.say()
+
+    def say(self) -> None:
+        """Call it now and then: nothing is said twice within `LOG_S`."""
+        now = self._clock.now()
+        if not self._new or now - self._said_s < LOG_S:
+            return
+        counts = ", ".join(f"{reason} {count}" for reason, count in self._new.most_common())
+        log.warning("requests refused in %.0f s: %s", max(1.0, now - self._since_s), counts)
+        self._new.clear()
+        self._said_s = now
+
+
 class AdmissionControl:
     """Says who is taken. Owner of the backlog and of the pace; fed by the engine client."""
 
@@ -223,6 +253,7 @@ class AdmissionControl:
         self.backlog = Backlog()
         self.pace = Pace(clock)
         self.refused: Counter[Reason] = Counter()
+        self.refusals = RefusalLog(clock)
 
     def check(self, sender: Sender, prompts: Iterable[int], *, snapshot: Snapshot | None, live: int) -> float:
         """The predicted time to the first token of an HTTP request with prompts of these lengths.
@@ -239,6 +270,7 @@ class AdmissionControl:
         refusal = admit(ask, queue, capacity, self._bounds())
         if refusal is not None:
             self.refused[refusal.reason] += 1
+            self.refusals.add(refusal)
             raise _error(refusal)
         wait_s = predict_wait_s(ahead_of(ask, queue.shares), capacity)
         return predict_ttft_s(wait_s, lengths[0] if lengths else 0, capacity)

@@ -62,7 +62,8 @@ def error_response(error: Exception) -> Response:
             headers = {"retry-after": str(math.ceil(error.retry_after_s))}
             return json_response(envelope(error.message, kind, code=error.code), error.status, headers)
         case GenerationFailed():
-            kind = "service_unavailable" if error.status == 503 else "server_error"
+            kinds = {400: "invalid_request_error", 503: "service_unavailable"}
+            kind = kinds.get(error.status, "server_error")
             headers = {"retry-after": "1"} if error.status == 503 else None
             return json_response(envelope(error.message, kind, code=error.code), error.status, headers)
         case _:

@@ -14,54 +14,65 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dynamictp
-from dynamictp.errors import CapacityError, DynamicTPError
+from dynamictp.errors import DynamicTPError
 from dynamictp.server.access import Access, Gate
 from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
 from dynamictp.server.control_routes import ControlRoutes
-from dynamictp.server.engine_client import CLOSED_RETRY_S
+from dynamictp.server.layout_view import observed_of
 from dynamictp.server.observe_routes import ObserveRoutes
 from dynamictp.server.openai_routes import OpenAIRoutes
 from dynamictp.server.openapi import openapi
+from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 def create_app(
-    service: Service, *, api: bool = True, admin: bool = True, access: Access | None = None
+    served: Service | Roster, *, api: bool = True, admin: bool = True, access: Access | None = None
 ) -> FastAPI:
-    """The application of one server. Without `api` or `admin` those routes do not exist: an admin port of
-    its own serves `api=False`. Without `access` nobody is asked for a key or a name.
+    """The application of one server, with its only model or all of them. Without `api` or `admin` those
+    routes do not exist: an admin port of its own serves `api=False`. Without `access` nobody is asked for a
+    key or a name.
     """
+    roster = Roster.of(served)
+
+    async def root(request: Request) -> Response:
+        """For whoever opens the bare address: where things are on this port."""
+        places = {"description": "/openapi.json", "ready": "/ready"}
+        if api:
+            places |= {"models": "/v1/models", "chat": "/v1/chat/completions", "text": "/v1/completions"}
+        if admin:
+            places |= {"dashboard": "/dashboard", "metrics": "/metrics", "layout": "/admin/layout"}
+        return json_response({"name": "DynamicTP", "version": dynamictp.__version__, "paths": places})
 
     async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        if service.client.failure is not None:
-            raise CapacityError(f"the engine has failed: {service.client.failure}", retry_after_s=10)
-        if service.client.closed is not None:
-            raise CapacityError(service.client.closed, retry_after_s=CLOSED_RETRY_S)
-        if not service.client.is_ready:
-            raise CapacityError("the engine is not ready yet")
-        return json_response({"status": "ready", "layout": service.observed})
+        roster.check_ready()
+        return json_response({"status": "ready", "layout": observed_of(roster)})
 
     async def version(request: Request) -> Response:
-        return json_response({"version": dynamictp.__version__})
+        return json_response({"version": dynamictp.__version__, "server": "dynamictp"})
 
     async def description(request: Request) -> Response:
-        return json_response(openapi(service.facts.vocab, api=api, admin=admin))
+        vocab = max(service.facts.vocab for service in roster.services)
+        return json_response(openapi(vocab, roster.first.devices, api=api, admin=admin))
+
+    operator = AdminRoutes(roster)
 
     routes = [
+        Route("/", root, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/openapi.json", description, methods=["GET"]),
-        *(OpenAIRoutes(service).routes() if api else ()),
-        *((*AdminRoutes(service).routes(), *ControlRoutes(service).routes()) if admin else ()),
-        *(ObserveRoutes(service).routes() if admin else ()),
-        *(AdminRoutes(service).public() if access and access.public_metrics and not admin else ()),
+        *(OpenAIRoutes(roster).routes() if api else ()),
+        *((*operator.routes(), *ControlRoutes(roster).routes()) if admin else ()),
+        *(ObserveRoutes(roster).routes() if admin else ()),
+        *(operator.public() if access and access.public_metrics and not admin else ()),
     ]
     app = FastAPI(
         title="DynamicTP",

@@ -17,6 +17,10 @@ from dynamictp.model.tokenizer import IncrementalDecoder, Tokenizer
 from dynamictp.server.live_request import Ended, SinkFull, merge_served
 from dynamictp.server.stop import StopScanner, StopSet
 
+MAX_KEPT = 1 << 19
+"""Tokens and entries of log-probabilities of an answer that is not streamed, all choices together: some
+60 MB, and half a second of the event loop to write it down."""
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -50,6 +54,29 @@ class Delta:
     logprobs: list[PlacedLogprobs]
 
 
+class Kept:
+    """Owner of the count of what the choices of one request keep until it is answered: tokens, and entries of
+    log-probabilities, each about 100 bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def add(self, count: int) -> None:
+        """Raises `SinkFull`."""
+        self._left -= count
+        if self._left < 0:
+            raise SinkFull(
+                "the answer is too large to be kept until it is whole: use `stream`, or ask for fewer "
+                "choices, tokens or log-probabilities",
+                400,
+            )
+
+
+def _size(entry: TokenLogprobs | None) -> int:
+    return 0 if entry is None else 1 + len(entry.top)
+
+
 class Choice:
     """Owner of one choice's text. `wake` is called whenever there may be something to take."""
 
@@ -62,8 +89,12 @@ class Choice:
         wake: Callable[[], None],
         wake_on_token: bool,
         max_unread: int | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        """`max_unread`: so many tokens may wait for `take`; None for any number."""
+        """`max_unread`: so many tokens may wait for `take`; None for an answer that is given as a whole.
+        `kept` counts what is kept to the end.
+        """
+        self._kept = kept or Kept(MAX_KEPT)
         self.request_id = request_id
         self._rules = rules
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=rules.skip_special_tokens)
@@ -93,6 +124,8 @@ class Choice:
             raise SinkFull(f"the client has not read the last {len(self._token_ids)} tokens")
         if self._rules.max_tokens == 0:
             return False
+        if self._max_unread is None:
+            self._kept.add(1 + _size(event.logprobs))
         self.completion_tokens += 1
         self._token_ids.append(event.token)
         if event.logprobs is not None:
@@ -110,6 +143,7 @@ class Choice:
         return self._scanner.matched
 
     def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        self._kept.add(sum(map(_size, part.entries)))
         for index, entry in enumerate(part.entries, part.start):
             self.prompt_logprobs[index] = entry
 

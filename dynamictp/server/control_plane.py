@@ -13,12 +13,12 @@ from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
 from dynamictp.control.reconciler import Observed, Reconciler, Target
 from dynamictp.control.state import PlannerState
-from dynamictp.control.values import Decision, PoolSnapshot
+from dynamictp.control.values import GROWTH, Decision, PoolSnapshot
 from dynamictp.messages import CancelSwitch, SetLayout, Snapshot, SwitchStatus
 from dynamictp.server.engine_client import EngineClient
-from dynamictp.server.leases import LeaseDesk
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.pool_view import PoolView
+from dynamictp.server.shares import Share
 from dynamictp.server.switches import SwitchBoard
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class ControlPlane:
         clock: Clock,
         client: EngineClient,
         board: SwitchBoard,
-        desk: LeaseDesk,
+        share: Share,
         view: PoolView,
         cost: CostBook,
         metrics: Metrics,
@@ -48,7 +48,7 @@ class ControlPlane:
         self._clock = clock
         self._client = client
         self._board = board
-        self._desk = desk
+        self._share = share
         self._view = view
         self._cost = cost
         self._metrics = metrics
@@ -97,7 +97,7 @@ class ControlPlane:
             snapshot,
             self._client.live_requests,
             now=self._clock.now(),
-            available=self._desk.pool.available,
+            available=self._share.reach,
             pinned=self._board.pinned,
             switch=self._board.in_flight,
             barred=self.reconciler.bars(),
@@ -176,10 +176,15 @@ class ControlPlane:
         if board.pinned:
             self.reconciler.want(Target(board.target or snapshot.layout, PINNED_REASON, ramp=False))
         else:
-            self._desk.reserve(decision.reserve, config.reserve_ahead_s)
+            self._share.reserve(decision.reserve, config.reserve_ahead_s, _need(decision))
             self.reconciler.follow(decision, config)
         flight = board.in_flight
         in_flight = (flight.switch_id, flight.to_layout) if flight is not None else None
-        self.reconciler.step(
-            Observed(snapshot.placed or snapshot.layout, self._desk.pool.available, in_flight)
-        )
+        self.reconciler.step(Observed(snapshot.placed or snapshot.layout, self._share.available, in_flight))
+
+
+def _need(decision: Decision) -> str:
+    """Why devices are called back, in words."""
+    if decision.wanted_reason in GROWTH:
+        return f"the planner wants {decision.wanted} ({decision.wanted_reason})"
+    return f"the planner expects to need {decision.reserve} device(s)"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+import time
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -11,52 +11,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dynamictp.control.config import build_control
-from dynamictp.control.pool import Lease, Level
+from dynamictp.control.pool import Lease
 from dynamictp.errors import BadRequest, ConfigError
 from dynamictp.server.answers import json_response
+from dynamictp.server.control_bodies import (
+    Config,
+    DecisionEntry,
+    Decisions,
+    LeaseAnswer,
+    Leases,
+    parse_decisions,
+    parse_lease,
+    parse_reload,
+)
 from dynamictp.server.control_plane import ControlPlane
-from dynamictp.server.fields import Fields, parse_object
+from dynamictp.server.fields import Fields, QueryFields, parse_object
+from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
-
-MAX_WAIT_S = 600.0
-MAX_NOTICE_S = 3600.0
-MOST_DECISIONS = 10_000
-
-
-@dataclass(frozen=True)
-class LeaseRequest:
-    """`POST /admin/leases`."""
-
-    devices: int
-    level: Level
-    notice_s: float
-    grace_s: float
-    wait_s: float
-
-
-def parse_lend(fields: Fields, devices: int) -> LeaseRequest:
-    """Raises `BadRequest`. `devices` are those of the pool."""
-    fields.require("devices", "a number of devices")
-    count = fields.integer("devices", 1, devices) or 1
-    level = cast(Level, fields.choice("level", ("standby", "released"), "standby"))
-    notice_s = fields.number("notice_s", 0, MAX_NOTICE_S)
-    grace_s = fields.number("grace_s", 0, MAX_NOTICE_S)
-    wait_s = fields.number("wait_s", 0, MAX_WAIT_S) or 0.0
-    fields.finish()
-    return LeaseRequest(
-        devices=count,
-        level=level,
-        notice_s=10.0 if notice_s is None else notice_s,
-        grace_s=10.0 if grace_s is None else grace_s,
-        wait_s=wait_s,
-    )
 
 
 class ControlRoutes:
-    """Endpoints over one `Service`."""
+    """Endpoints over the models of one server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._desk = roster.shares.desk
 
     def routes(self) -> list[Route]:
         return [
@@ -74,17 +53,14 @@ class ControlRoutes:
     # ------------------------------------------------------------ leases
 
     async def leases(self, request: Request) -> Response:
-        desk = self._service.desk
-        return json_response(
-            {"leases": [self._shown(lease) for lease in desk.pool.leases], "free": desk.pool.free}
-        )
+        desk = self._desk
+        return json_response(Leases([self._shown(lease) for lease in desk.pool.leases], desk.pool.free))
 
     async def lend(self, request: Request) -> Response:
-        service = self._service
-        async with service.bodies.reading(request) as body:
-            wanted = parse_lend(Fields(parse_object(body)), service.devices)
-        service.client.check_open()
-        lease = await service.desk.lease(
+        async with self._roster.bodies.reading(request) as body:
+            wanted = parse_lease(Fields(parse_object(body)), self._roster.first.devices)
+        self._roster.check_open()
+        lease = await self._desk.lease(
             wanted.devices,
             wanted.level,
             notice_s=wanted.notice_s,
@@ -94,81 +70,84 @@ class ControlRoutes:
         return json_response(self._shown(lease), 201)
 
     async def lease(self, request: Request) -> Response:
-        return json_response(self._shown(self._service.desk.pool.get(request.path_params["id"])))
+        return json_response(self._shown(self._desk.pool.get(request.path_params["id"])))
 
     async def renew(self, request: Request) -> Response:
-        return json_response(self._shown(self._service.desk.renew(request.path_params["id"])))
+        return json_response(self._shown(self._desk.renew(request.path_params["id"])))
 
     async def give_back(self, request: Request) -> Response:
-        return json_response(self._shown(self._service.desk.give_back(request.path_params["id"])))
+        return json_response(self._shown(self._desk.give_back(request.path_params["id"])))
 
-    def _shown(self, lease: Lease) -> dict[str, Any]:
-        """Times are seconds from now; there is a deadline while it is being revoked."""
-        now = self._service.clock.now()
-        info = self._service.device_info()
-        shown: dict[str, Any] = {
-            "id": lease.id,
-            "devices": lease.devices,
-            "cores": sorted({core for d in lease.devices if d in info for core in info[d].cores}),
-            "level": lease.level,
-            "state": lease.state,
-            "notice_s": lease.notice_s,
-            "grace_s": lease.grace_s,
-            "expires_s": max(0.0, lease.expires_s - now),
-        }
-        if lease.deadline_s is not None:
-            shown["deadline_s"] = max(0.0, lease.deadline_s - now)
-        return shown
+    def _shown(self, lease: Lease) -> LeaseAnswer:
+        now = self._roster.clock.now()
+        info = self._roster.first.device_info()
+        return LeaseAnswer(
+            id=lease.id,
+            devices=lease.devices,
+            cores=sorted({core for d in lease.devices if d in info for core in info[d].cores}),
+            level=lease.level,
+            state=lease.state,
+            notice_s=lease.notice_s,
+            grace_s=lease.grace_s,
+            expires_s=max(0.0, lease.expires_s - now),
+            deadline_s=msgspec.UNSET if lease.deadline_s is None else max(0.0, lease.deadline_s - now),
+            reason=lease.reason or msgspec.UNSET,
+        )
 
     # ------------------------------------------------------------ the planner
 
     async def decisions(self, request: Request) -> Response:
-        """The last decisions, the latest first; with `snapshots=1` also what each was based on."""
-        last = _number(request, "last", 20)
-        with_snapshots = _number(request, "snapshots", 0)
-        plane = self._plane()
-        shown = []
-        for entry in reversed(plane.journal.last(last)):
-            decision = msgspec.to_builtins(entry.decision)
-            if with_snapshots:
-                decision["snapshot"] = msgspec.to_builtins(entry.snapshot)
-            shown.append(decision)
-        return json_response({"decisions": shown})
+        """The last decisions, the latest first; with `snapshots=1` also what each was based on. With several
+        models those of all, or of the one that `model` names."""
+        asked = parse_decisions(QueryFields(dict(request.query_params)))
+        began_at = time.time() - self._roster.clock.now()
+        shown = [
+            DecisionEntry(
+                **msgspec.structs.asdict(entry.decision),
+                decided_at=began_at + entry.decision.time_s,
+                snapshot=entry.snapshot if asked.snapshots else msgspec.UNSET,
+                model=service.model if self._roster.several else msgspec.UNSET,
+            )
+            for service in self._planned(asked.model)
+            for entry in self._plane(service).journal.last(asked.last)
+        ]
+        shown.sort(key=lambda decision: decision.time_s, reverse=True)
+        return json_response(Decisions(shown[: asked.last]))
 
     async def journal(self, request: Request) -> Response:
-        """All that is kept, as lines that can be replayed."""
-        lines = b"\n".join(self._plane().journal.lines()) + b"\n"
+        """All that is kept, as lines that can be replayed: of one model."""
+        service = self._roster.pick(request.query_params.get("model"))
+        lines = b"\n".join(self._plane(service).journal.lines()) + b"\n"
         return Response(lines, media_type="application/jsonl")
 
     async def config(self, request: Request) -> Response:
-        return json_response({"config": msgspec.to_builtins(self._plane().config)})
+        return json_response(Config(self._plane(self._roster.first).config))
 
     async def reload(self, request: Request) -> Response:
-        """Replace some parameters; the others stay."""
-        plane = self._plane()
-        async with self._service.bodies.reading(request) as body:
-            given = parse_object(body)
+        """Replace some parameters, for all models; the others stay."""
+        plane = self._plane(self._roster.first)
+        async with self._roster.bodies.reading(request) as body:
+            given = parse_reload(Fields(parse_object(body)))
         values = msgspec.to_builtins(plane.config)
-        if isinstance(given.get("slo"), dict):
-            given = {**given, "slo": {**values["slo"], **given["slo"]}}
+        given["slo"] = {**values["slo"], **given.get("slo", {})}
         try:
-            plane.reload(build_control({**values, **given}))
+            config = build_control({**values, **given})
+            for service in self._roster.services:
+                self._plane(service).reload(config)
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config") from error
-        return json_response({"config": msgspec.to_builtins(plane.config)})
+        return json_response(Config(plane.config))
 
-    def _plane(self) -> ControlPlane:
-        plane = self._service.plane
+    def _planned(self, name: str | None) -> Sequence[Service]:
+        """The model of that name, else all. Raises `NotFound`."""
+        return self._roster.services if name is None else (self._roster.pick(name),)
+
+    @staticmethod
+    def _plane(service: Service) -> ControlPlane:
+        plane = service.plane
         if plane is None:
             raise BadRequest(
-                f"mode {self._service.mode} has no planner; start the server with --mode dynamic or dry-run",
+                f"mode {service.mode} has no planner; start the server with --mode dynamic or dry-run",
                 code="no_planner",
             )
         return plane
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > MOST_DECISIONS:
-        raise BadRequest(f"{name} must be a number from 0 to {MOST_DECISIONS}, not '{text[:40]}'", param=name)
-    return int(text)

@@ -269,6 +269,7 @@ class EngineClient:
                 self.snapshot = body
                 self.layout = body.layout
                 self._metrics.on_snapshot(body)
+                self._admission.refusals.say()
                 self.on_snapshot()
             case SwitchStatus():
                 if body.outcome in ("committed", "noop"):
@@ -385,7 +386,7 @@ class EngineClient:
         try:
             return bool(call(message))
         except SinkFull as error:
-            self._give_up(live, Ended("error", message=str(error), status=408))
+            self._give_up(live, Ended("error", message=str(error), status=error.status))
         except Exception:
             log.exception("request %s: its output could not be handled", live.request_id)
             self._give_up(live, Ended("error", message="internal error while producing the output"))

@@ -13,19 +13,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dynamictp.server import requests
+from dynamictp.control.config import fixed_fields
+from dynamictp.server import control_bodies, requests
 from dynamictp.server.admin_routes import parse_set_layout
-from dynamictp.server.control_routes import parse_lend
 from dynamictp.server.fields import Fields, integer_range, number_range
 
-Status = Literal["used", "neutral", "ignored"]
+Status = Literal["used", "neutral", "ignored", "fixed"]
 
-MAX_DEVICES = 1024
-"""Of any server; a request may ask for those that its server has."""
 _INDEX = re.compile(r"\[\d+\]")
 _TOKEN = {"type": "integer", "minimum": 0}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _IDS = {"type": "array", "items": _TOKEN, "minItems": 1}
+_NAMED = (
+    f"an object of objects, by names of at most {control_bodies.MAX_NAME_CHARS} characters",
+    {
+        "type": "object",
+        "maxProperties": control_bodies.MOST_NAMES,
+        "propertyNames": {"maxLength": control_bodies.MAX_NAME_CHARS},
+    },
+)
 _STOP = {"type": "string", "minLength": 1, "maxLength": requests.MAX_STOP_CHARS}
 
 
@@ -61,6 +67,17 @@ _OWN: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "messages": ("a non-empty array of messages", {"type": "array", "minItems": 1}),
+    "slo.classes": _NAMED,
+    "slo.tenants": _NAMED,
+    "ramp_steps": (
+        "an array of numbers above 0 and up to 1, which rise and end at 1",
+        {
+            "type": "array",
+            "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            "minItems": 1,
+            "maxItems": control_bodies.MOST_STEPS,
+        },
+    ),
     "messages[].content": ("a string or an array of text parts", {"type": ["string", "array"]}),
 }
 """Fields whose form the parsers check with code of their own."""
@@ -122,7 +139,7 @@ class _Watched(Fields):
 
     def array(self, name: str, max_items: int, of: str, fits: Callable[[Any], bool]) -> list[Any]:
         schema = {"type": "array", "maxItems": max_items, "items": _TOKEN if "token ids" in of else {}}
-        self._note(name, f"an array of {of}", schema)
+        self._note(name, *_OWN.get(self._full(name), (f"an array of {of}", schema)))
         return super().array(name, max_items, of, fits)
 
     def mapping(self, name: str) -> dict[str, Any] | None:
@@ -162,11 +179,13 @@ def _note(body: dict[str, Any], parse: Callable[[Fields], object]) -> tuple[Rule
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+CONFIG: dict[str, Any] = {"slo": {"classes": {"0": {}}, "tenants": {"0": {}}}}
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {}}
 
 
-def field_rules(vocab: int) -> dict[str, tuple[Rule, ...]]:
-    """The rules of every endpoint that takes a body, in the order of the checks. `vocab` bounds token ids."""
+def field_rules(vocab: int, devices: int) -> dict[str, tuple[Rule, ...]]:
+    """The rules of every endpoint that takes a body or, with GET, a query, in the order of the checks.
+    `vocab` bounds token ids, `devices` those of a lease."""
     defaults = requests.SamplingDefaults()
     chat = {"messages": [USER]}
     tokenize = {
@@ -185,9 +204,19 @@ def field_rules(vocab: int) -> dict[str, tuple[Rule, ...]]:
         ),
         "POST /detokenize": _note({"tokens": []}, lambda fields: requests.parse_detokenize(fields, vocab)),
         "PUT /admin/layout": _note({"layout": "tp1"}, parse_set_layout),
-        "POST /admin/leases": _note({"devices": 1}, lambda fields: parse_lend(fields, MAX_DEVICES)),
+        "POST /admin/leases": _note(
+            {"devices": 1}, lambda fields: control_bodies.parse_lease(fields, devices)
+        ),
+        "GET /admin/decisions": _note({}, control_bodies.parse_decisions),
+        "PUT /admin/config": tuple(
+            replace(rule, status="fixed") if rule.name in fixed_fields() else rule
+            for rule in _note(CONFIG, control_bodies.parse_reload)
+        ),
     }
 
+
+_UNKNOWN = 1 << 40
+"""Stands for a number of devices that the page can't know."""
 
 _INTRODUCTION = """\
 What each field of a request may hold. `null` is the same as leaving a field out. Anything else is a 400 whose
@@ -195,7 +224,10 @@ What each field of a request may hold. `null` is the same as leaving a field out
 `missing_field` for a field that is required, `unknown_field` for one that is not listed, and
 `unsupported_field` for a neutral one with a value that would change the answer. Bodies are JSON objects in
 UTF-8 (`invalid_json`) of at most 8 MiB (413, `body_too_large`); of repeated names the last counts. Integers
-are written without a fraction (`1`, not `1.0`). Token ids are those below the model's vocabulary.
+are written without a fraction (`1`, not `1.0`). Token ids are those below the model's vocabulary. A fixed
+parameter can't be changed while the server runs: only the value in force passes (`bad_config`, also where two
+parameters contradict each other). In `slo.classes[]` the brackets stand for a name, in `messages[]` for an
+index.
 `/openapi.json` says the same to machines.
 """
 
@@ -206,8 +238,9 @@ def api_fields_page(note: str) -> str:
         f"{note}# Fields of the API\n",
         _INTRODUCTION,
     ]
-    for endpoint, rules in field_rules(vocab=0).items():
-        parts.append(f"## `{endpoint}`\n\n| field | legal | |\n|---|---|---|")
+    for endpoint, rules in field_rules(vocab=0, devices=_UNKNOWN).items():
+        column = "parameter of the query" if endpoint.startswith("GET") else "field"
+        parts.append(f"## `{endpoint}`\n\n| {column} | legal | |\n|---|---|---|")
         parts.extend(_line(rule) for rule in rules if rule.status != "ignored")
         ignored = ", ".join(f"`{rule.name}`" for rule in rules if rule.status == "ignored")
         parts.append(f"\nIgnored, whatever they hold: {ignored}.\n" if ignored else "")
@@ -223,4 +256,6 @@ def _line(rule: Rule) -> str:
         if key in rule.schema and str(rule.schema[key]) not in rule.expected:
             limit = f", at most {rule.schema[key]} {unit}"
     expected = rule.expected.replace("token ids from 0 to -1", "token ids")
-    return f"| `{rule.name}` | {expected}{limit} | {'required' if rule.required else ''} |"
+    expected = expected.replace(str(_UNKNOWN), "the number of devices")
+    remark = "required" if rule.required else "fixed" if rule.status == "fixed" else ""
+    return f"| `{rule.name}` | {expected}{limit} | {remark} |"

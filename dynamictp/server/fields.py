@@ -184,3 +184,12 @@ class Fields:
             if name not in self._known:
                 full = self._prefix + name
                 raise BadRequest(f"{show(full)[1:-1]}: unknown field", param=full[:64], code="unknown_field")
+
+
+class QueryFields(Fields):
+    """A query's parameters: texts, of which those of digits only are integers."""
+
+    def take(self, name: str) -> Any:
+        value = super().take(name)
+        digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20
+        return int(value) if digits else value

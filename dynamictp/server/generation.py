@@ -12,7 +12,7 @@ from dynamictp.errors import DynamicTPError
 from dynamictp.messages import SamplingParams, unpack_tokens
 from dynamictp.model.tokenizer import Tokenizer
 from dynamictp.observe.tracing import ChoiceTrace, RequestTrace
-from dynamictp.server.choice import Choice, TextRules
+from dynamictp.server.choice import MAX_KEPT, Choice, Kept, TextRules
 from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.live_request import TOKEN_BYTES, LiveRequest
 from dynamictp.server.schema import PromptTokensDetails, Served, ServedChoice, Usage
@@ -23,6 +23,9 @@ MAX_UNREAD = 2048
 """Tokens of a stream that may wait for its client. The kernel's buffers hold several times as many."""
 LEAST_UNREAD = 256
 """More than what can come before a healthy stream gets its turn in the event loop."""
+
+
+_CODES = {400: "answer_too_large", 504: "deadline_exceeded"}
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,15 @@ class Job:
 
 
 class GenerationFailed(DynamicTPError):
-    """The engine gave a request up. `status` is the HTTP status if the answer has not begun yet: 504 when its
-    deadline has passed.
+    """A request was given up. `status` is the HTTP status if the answer has not begun yet: 504 when its
+    deadline has passed, 400 when the answer gets too large.
     """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
-        self.code = "deadline_exceeded" if status == 504 else "generation_failed"
+        self.code = _CODES.get(status, "generation_failed")
 
 
 class Generation:
@@ -78,6 +81,7 @@ class Generation:
         self._changed = asyncio.Event()
         self._abandoned = False
         self._live: list[LiveRequest] = []
+        kept = Kept(MAX_KEPT)
         self.choices: tuple[Choice, ...] = tuple(
             Choice(
                 f"{job.id}-{p * job.n + i}",
@@ -86,6 +90,7 @@ class Generation:
                 wake=self._changed.set,
                 wake_on_token=job.stream,
                 max_unread=_max_unread(job, prompt) if job.stream else None,
+                kept=kept,
             )
             for p, prompt in enumerate(job.prompts)
             for i in range(job.n)

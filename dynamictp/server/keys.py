@@ -1,6 +1,6 @@
 """Keys of the API and of the admin interface: read from files, compared in constant time.
 
-A key file has a line per key: `key [tenant [priority]]`; `#` begins a comment.
+A key file has a line per key: `key [tenant [priority]]`; `#` at the beginning of a word begins a comment.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _MAX_FILE_BYTES = 16 << 20
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
+_COMMENT = re.compile(r"(^|\s)#.*")
+"""Within a word `#` is a part of it: a key must not be cut short."""
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -50,7 +52,7 @@ def read_keys(file: str) -> dict[bytes, Identity]:
         raise ConfigError(f"the key file {file} is larger than {_MAX_FILE_BYTES} bytes")
     keys: dict[bytes, Identity] = {}
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
+        words = _COMMENT.sub("", line).split()
         if not words:
             continue
         digest = _digest(words[0])

@@ -9,34 +9,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
-from dataclasses import fields
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from dynamictp import native
-from dynamictp.config import GIB, ServeConfig
-from dynamictp.errors import BadRequest, ConfigError
-from dynamictp.kernels.select import choose_kernels
-from dynamictp.model.chat import ChatTemplate, template_from_file
-from dynamictp.model.load import open_model
-from dynamictp.model.source import ModelSource
-from dynamictp.model.weights import plan_weights
+from dynamictp.clock import SystemClock
+from dynamictp.config import ServeConfig
 from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
-from dynamictp.observe.tracing import open_tracer
-from dynamictp.process import core_wait_s
-from dynamictp.server.admission import QueueLimits
+from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.keys import KeyRings
-from dynamictp.server.machine import available_memory_bytes, usable_cores
-from dynamictp.server.plan import NodePlan, plan_node
-from dynamictp.server.pool_facts import pool_facts
+from dynamictp.server.machine import usable_cores
 from dynamictp.server.ports import Ports, url_of
-from dynamictp.server.recovery import Recovery
-from dynamictp.server.requests import SamplingDefaults, parse_sampling_defaults
-from dynamictp.server.service import DeviceInfo, Service
-from dynamictp.server.supervisor import Supervisor
+from dynamictp.server.roster import Roster
+from dynamictp.server.served_model import AllPowers, OpenedModel, ServedModel, open_models, plan_all
+from dynamictp.server.shares import DeviceShares
+
+log = logging.getLogger(__name__)
 
 SERVING_NICE = 5
 """Niceness of the serving threads: in lock-step TP a busy neighbour costs more than a late token."""
@@ -73,161 +63,137 @@ class _Launch:
 
     async def run(self) -> int:
         """Start, serve, stop; the exit code."""
-        config = self._config
         stop = StopSignals()
-        interrupted = stop.end
-        source = open_model(config.model)
-        kernels = choose_kernels(
-            config.kernels, source.facts, config.page_tokens, native_only=_native_only(config)
-        )
-        if kernels.reason:
-            say(f"torch kernels, several times slower: {kernels.reason}")
-        packed = kernels.path == "native"
-        index = plan_weights(source.facts, config.dtype, "panels" if packed else "rows", config.weights)
-        plan = plan_node(
-            config,
-            source.facts,
-            index.total_bytes,
-            cores=usable_cores(),
-            available_bytes=available_memory_bytes(),
-            communicators=native.load() is not None,
-        )
+        models = self._build(open_models(self._config, say))
+        roster = self._roster(models)
+        ports = Ports(self._config, roster, self._keys)
+        try:
+            port = await ports.start()
+            started = await _first(
+                _all(model.start(_said_by(model, models)) for model in models),
+                stop.end,
+                *(model.failed for model in models),
+            )
+            if started is None:
+                _raise_failure(models, stop.end)
+            else:
+                await self._serve(models, stop, port)
+        finally:
+            for model in models:
+                model.service.client.fail_all("the server is shutting down")
+            await ports.stop()
+            await asyncio.gather(*(model.stop() for model in models))
+        return stop.end.result()
+
+    def _build(self, opened: Sequence[OpenedModel]) -> list[ServedModel]:
+        """Plan the node and make the models. Raises `ConfigError`, `ResourceError`."""
+        plans = plan_all(opened)
+        plan, config = plans[0], self._config
         if plan.oversubscribed:
             say(
                 f"{plan.devices} device(s) of {config.cores_per_device} core(s) share {len(usable_cores())}: "
                 "slower than one core each"
             )
-        supervisor = Supervisor(config, plan, index, kernels.level)
-        service = self._service(source, plan, supervisor)
-        service.desk.power = supervisor
-        supervisor.leased = lambda: tuple(sorted(service.desk.pool.leased))
-        if config.mode != "static":
-            journal = Path(config.journal) if config.journal else None
-            service.plan_with(pool_facts(config, plan), config.control, journal)
-        ports = Ports(config, service, self._keys)
-        try:
-            port = await ports.start()
-            link = await _first(supervisor.start(say), interrupted, supervisor.failed)
-            if link is None:
-                _raise_failure(supervisor, interrupted)
-            else:
-                service.client.attach(link)
-                await self._serve(service, plan, supervisor, stop, port)
-        finally:
-            service.client.fail_all("the server is shutting down")
-            await ports.stop()
-            service.client.detach()
-            await supervisor.stop()
-            if service.client.tracer is not None:
-                await asyncio.to_thread(service.client.tracer.close)
-        return interrupted.result()
+        if len(opened) == 1:
+            return [ServedModel(opened[0], plan, self._keys)]
+        shares = DeviceShares(plan.devices, SystemClock(), revocable=config.mode == "dynamic")
+        models = [ServedModel(one, own, self._keys, shares) for one, own in zip(opened, plans, strict=True)]
+        shares.begin()
+        return models
 
-    async def _serve(
-        self,
-        service: Service,
-        plan: NodePlan,
-        supervisor: Supervisor,
-        stop: StopSignals,
-        port: int,
-    ) -> None:
-        """From the attached engine to the end; raises `FatalError` when a child ends for good."""
-        ready = await _first(service.client.wait_ready(), stop.end, supervisor.failed)
+    def _roster(self, models: Sequence[ServedModel]) -> Roster:
+        roster = Roster(model.service for model in models)
+        roster.shares.desk.power = AllPowers([model.supervisor for model in models])
+        cores = models[0].plan.cores
+        # Each model counts the crashes of its own processes.
+        roster.machine = MachineMetrics(
+            crashes=Counter(),
+            sources=MachineSources(
+                processes=lambda: {"server": os.getpid()},
+                devices=lambda: {device: Placed(None, own) for device, own in enumerate(cores)},
+            ),
+        )
+        return roster
+
+    async def _serve(self, models: Sequence[ServedModel], stop: StopSignals, port: int) -> None:
+        """From the attached engines to the end; raises `FatalError` when a child ends for good."""
+        ready = await _first(
+            _all(model.wait_ready() for model in models), stop.end, *(model.failed for model in models)
+        )
         if ready is not None:
-            # This thread only: the supervisor's, which starts the next children, keeps its priority.
+            # This thread only: the supervisors', which start the next children, keep their priority.
             os.setpriority(os.PRIO_PROCESS, 0, SERVING_NICE)
             seconds = time.monotonic() - self._started
-            say(
-                f"{service.model}: layout {ready.layout} on {plan.devices} device(s), context "
-                f"{ready.max_model_len} tokens, KV {plan.arena_bytes / GIB:.2f} GiB for {plan.kv_tokens} "
-                f"tokens, ready after {seconds:.1f} s"
-            )
-            for line in self._config_lines():
+            for model, engine in zip(models, ready, strict=True):
+                say(model.told(engine, seconds))
+            for line in self._config_lines(models[0].plan.devices):
                 say(line)
             click.echo(f"DynamicTP ready: {url_of(self._config.host, port)}")
-            await self._keep_alive(service, supervisor, stop)
-        _raise_failure(supervisor, stop.end)
+            await self._keep_alive(models, stop)
+        _raise_failure(models, stop.end)
 
-    async def _keep_alive(self, service: Service, supervisor: Supervisor, stop: StopSignals) -> None:
-        """Serve, then drain: returns when the server is to end."""
-        recovery = Recovery(
-            service.client,
-            service.engine_lost,
-            service.clock,
-            hang_s=self._config.hang_s,
-            core_wait_s=lambda: core_wait_s(supervisor.engine_pid or 0),
-        )
-        supervisor.keep_alive(recovery)
-        drain = stop.drain_first()
-        tasks = [asyncio.create_task(recovery.watch(supervisor.kill_engine))]
-        if service.plane is not None:
-            tasks.append(asyncio.create_task(service.plane.run()))
+    async def _keep_alive(self, models: Sequence[ServedModel], stop: StopSignals) -> None:
+        """Serve, then drain: returns when the server is to end, or when no model lives any more."""
+        for model in models:
+            model.keep_alive()
+        drain, living = stop.drain_first(), list(models)
         try:
-            either: tuple[asyncio.Future[Any], ...] = (drain, stop.end, supervisor.failed)
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            while living and not drain.done() and not stop.end.done():
+                failures = {model.failed: model for model in living}
+                either: tuple[asyncio.Future[Any], ...] = (drain, stop.end, *failures)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                for model in [model for failed, model in failures.items() if failed.done()]:
+                    living.remove(model)
+                    if living:
+                        log.error("model %s has failed: %s", model.name, model.failed.result())
+                        await model.give_up(str(model.failed.result()))
             if drain.done() and not stop.end.done():
-                if live := service.client.live:
-                    say(f"draining: {live} request(s) may take {self._config.drain_s:g} s more")
-                service.client.close_admission("the server is shutting down")
-                await _first(self._drained(service), stop.end, supervisor.failed)
-                stop.finish(0)
+                await self._drain(living, stop)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await service.desk.close()
-            if service.plane is not None:
-                service.plane.journal.close()
+            await asyncio.gather(*(model.rest() for model in models))
+            await models[0].service.desk.close()
 
-    def _config_lines(self) -> list[str]:
-        """Where the admin interface is, unless it is where everybody looks for it."""
-        config = self._config
+    async def _drain(self, models: Sequence[ServedModel], stop: StopSignals) -> None:
+        clients = [model.service.client for model in models]
+        if live := sum(client.live for client in clients):
+            say(f"draining: {live} request(s) may take {self._config.drain_s:g} s more")
+        for client in clients:
+            client.close_admission("the server is shutting down")
+        await _first(self._drained(clients), stop.end, *(model.failed for model in models))
+        stop.finish(0)
+
+    def _config_lines(self, devices: int) -> list[str]:
+        """Who changes the layout, where it can change; and where the admin interface is, unless it is where
+        everybody looks for it."""
+        config, lines = self._config, []
+        if config.mode == "dynamic" and devices > 1:
+            lines.append("mode dynamic: the layout follows the traffic; --mode static keeps it")
         if config.admin_address is not None:
-            return [f"admin interface: {url_of(*config.admin_address)}"]
-        if not config.admin_on_main:
-            return ["no admin interface: the API's port is public, and there is no --admin-port"]
-        return []
+            lines.append(f"admin interface: {url_of(*config.admin_address)}")
+        elif not config.admin_on_main:
+            lines.append("no admin interface: the API's port is public, and there is no --admin-port")
+        return lines
 
-    async def _drained(self, service: Service) -> None:
+    async def _drained(self, clients: Sequence[EngineClient]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_s):
-                await service.client.wait_idle()
+                await _all(client.wait_idle() for client in clients)
 
-    def _service(self, source: ModelSource, plan: NodePlan, supervisor: Supervisor) -> Service:
-        config = self._config
 
-        def device_info() -> dict[int, DeviceInfo]:
-            return {d: DeviceInfo(plan.cores[d], supervisor.pid(d)) for d in range(plan.devices)}
+def _said_by(model: ServedModel, models: Sequence[ServedModel]) -> Callable[[str], None]:
+    """`say`, with the model's name where there are several."""
+    return say if len(models) == 1 else lambda text: say(f"{model.name}: {text}")
 
-        service = Service.create(
-            model=config.model_name,
-            tokenizer=source.tokenizer(),
-            template=_template(config, source),
-            facts=plan.facts,
-            devices=plan.devices,
-            legal_degrees=plan.degrees,
-            mode=config.mode,
-            defaults=_defaults(config, source),
-            device_info=device_info,
-            limits=QueueLimits(
-                config.max_waiting,
-                config.max_waiting_tokens,
-                config.max_wait_s,
-                config.request_timeout_s,
-            ),
-            tenants=lambda: self._keys.tenants,
-            on_worker_lost=lambda lost: supervisor.kill_worker(lost.device, lost.incarnation, lost.reason),
-        )
-        service.metrics.machine = MachineMetrics(
-            MachineSources(
-                processes=lambda: {"server": os.getpid(), "engine": supervisor.engine_pid},
-                devices=lambda: {d: Placed(supervisor.pid(d), plan.cores[d]) for d in range(plan.devices)},
-            )
-        )
-        if config.otlp_traces_endpoint:
-            service.trace_with(open_tracer(config.otlp_traces_endpoint, service.clock, service.model))
-        if config.metrics_alias:
-            service.metrics.alias_model = service.model
-        return service
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, or the first error; nothing of the rest goes on then."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class StopSignals:
@@ -272,33 +238,8 @@ async def _first(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> 
     return None
 
 
-def _raise_failure(supervisor: Supervisor, interrupted: asyncio.Future[int]) -> None:
-    """A child that ends after a signal is no failure."""
-    if supervisor.failed.done() and not interrupted.done():
-        raise supervisor.failed.result()
-
-
-def _native_only(config: ServeConfig) -> str:
-    """The flag that only the native kernels can follow, if one is given."""
-    if config.weights:
-        return f"--weights {config.weights}"
-    return f"--cores-per-device {config.cores_per_device}" if config.cores_per_device > 1 else ""
-
-
-def _template(config: ServeConfig, source: ModelSource) -> ChatTemplate:
-    template = source.chat_template()
-    if config.chat_template:
-        return template_from_file(Path(config.chat_template), template.special_tokens)
-    return template
-
-
-def _defaults(config: ServeConfig, source: ModelSource) -> SamplingDefaults:
-    if config.generation_config != "auto":
-        return SamplingDefaults()
-    known = {field.name for field in fields(SamplingDefaults)}
-    try:
-        return parse_sampling_defaults({k: v for k, v in source.sampling_defaults().items() if k in known})
-    except BadRequest as error:
-        raise ConfigError(
-            f"--generation-config auto: the model's {error.message}; leave that flag out"
-        ) from error
+def _raise_failure(models: Sequence[ServedModel], interrupted: asyncio.Future[int]) -> None:
+    """A child that ends after a signal is no failure; nor is a model's end while another one serves."""
+    failed = next((model.failed for model in models if model.failed.done()), None)
+    if failed is not None and not interrupted.done():
+        raise failed.result()

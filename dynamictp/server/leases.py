@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Protocol
 
 from dynamictp.clock import Clock
 from dynamictp.control.pool import DeviceState, Lease, Level, ResourcePool
 from dynamictp.errors import CapacityError, LeaseConflict
 from dynamictp.layout import Layout, LayoutSpec
-from dynamictp.messages import Body, SetDevices, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -48,47 +47,35 @@ class AlwaysAwake:
         return ()
 
 
+class Layouts(Protocol):
+    """Whoever knows what the layouts on the pool do."""
+
+    @property
+    def changing(self) -> bool:
+        """A switch has no outcome yet."""
+
+    @property
+    def unsettled(self) -> bool:
+        """What the pool observed last may not be so any more."""
+
+    def devices_changed(self) -> None:
+        """Devices were lent or returned: tell the engines."""
+
+
 class LeaseDesk:
-    """Owner of the way between the pool and the engine. Lives in the event loop.
+    """Owner of the way between the pool and the layouts. Lives in the event loop.
 
     A device may be lent only while the layout is at rest: between a switch's outcome and the next snapshot,
     nobody here knows which devices are free.
     """
 
-    def __init__(
-        self,
-        pool: ResourcePool,
-        clock: Clock,
-        *,
-        send: Callable[[Body], bool],
-        in_flight: Callable[[], object | None],
-    ) -> None:
-        """`in_flight`: the switch that has no outcome yet, if any."""
+    def __init__(self, pool: ResourcePool, clock: Clock, layouts: Layouts) -> None:
         self.pool = pool
         self.power: Power = AlwaysAwake()
         self._clock = clock
-        self._send = send
-        self._in_flight = in_flight
-        self._unsettled = True
-        self.on_returned: Callable[[], None] = lambda: None
-        """Called when there are more devices for layouts."""
+        self._layouts = layouts
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
-
-    # ------------------------------------------------------------ from the engine
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        """What is in use now."""
-        used = {device for domain in snapshot.domains for device in domain.devices}
-        if snapshot.placed:
-            used |= Layout.parse(snapshot.placed).devices
-        self.pool.observe(used)
-        self._unsettled = False
-        self._notify()
-
-    def unsettle(self) -> None:
-        """A switch got on, or the engine is lost: what the last snapshot said may not be so any more."""
-        self._unsettled = True
 
     # ------------------------------------------------------------ leases
 
@@ -102,7 +89,7 @@ class LeaseDesk:
                 lease = self._lease(count, level, notice_s, grace_s)
             except LeaseConflict:
                 # After a switch the next snapshot is due in a moment, which no one needs to wait for himself.
-                patience_s = max(wait_s, SNAPSHOT_S) if self._unsettled else wait_s
+                patience_s = max(wait_s, SNAPSHOT_S) if self._layouts.unsettled else wait_s
                 left = began + patience_s - self._clock.now()
                 if left <= 0 or not await self._wait(left):
                     raise
@@ -118,9 +105,10 @@ class LeaseDesk:
         self._returned((lease,), "returned")
         return lease
 
-    def reserve(self, count: int, hold_s: float) -> None:
-        """As `ResourcePool.reserve`, with word to the log."""
-        self._called(self.pool.reserve(count, hold_s))
+    def reserve(self, count: int, hold_s: float, reason: str) -> None:
+        """As `ResourcePool.reserve`, with word to the log. `reason` is told to whose devices are called
+        back."""
+        self._called(self.pool.reserve(count, hold_s, reason))
 
     # ------------------------------------------------------------ layouts
 
@@ -135,6 +123,7 @@ class LeaseDesk:
         """Call leases back that are in the way of a layout, and return when they are out of it. Raises
         `LeaseConflict` where leases can't be revoked, `CapacityError` when the time is up first."""
         end = self._clock.now() + timeout_s
+        reason = f"layout {layout} was asked for by hand"
         while blocking := self.in_the_way(layout):
             if not self.pool.revocable:
                 names = ", ".join(map(str, sorted(blocking)))
@@ -144,9 +133,9 @@ class LeaseDesk:
                     free=self.pool.free,
                 )
             if isinstance(layout, Layout):
-                self._called(self.pool.recall(blocking))
+                self._called(self.pool.recall(blocking, reason))
             else:
-                self._called(self.pool.call_back(layout.devices - self.pool.available))
+                self._called(self.pool.call_back(layout.devices - self.pool.available, reason))
             left = end - self._clock.now()
             if left <= 0 or not await self._wait(left):
                 raise CapacityError(f"{layout}: its devices are called back from leases", retry_after_s=10)
@@ -154,19 +143,19 @@ class LeaseDesk:
     # ------------------------------------------------------------ within
 
     def _lease(self, count: int, level: Level, notice_s: float, grace_s: float) -> Lease:
-        if self._in_flight() is not None or self._unsettled:
+        if self._layouts.changing or self._layouts.unsettled:
             raise LeaseConflict("the layout is changing; try again, or with wait_s", free=())
         return self.pool.lease(count, level, notice_s=notice_s, grace_s=grace_s)
 
     def _lent(self, lease: Lease) -> None:
         log.info("lease %s: devices %s, %s", lease.id, lease.devices, lease.level)
-        self._tell_engine()
+        self._layouts.devices_changed()
         if lease.level == "released":
             for device in lease.devices:
                 self.power.sleep(device)
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
-        self._notify()
+        self.notify()
 
     def _returned(self, leases: Collection[Lease], how: str) -> None:
         if not leases:
@@ -176,17 +165,12 @@ class LeaseDesk:
             for device in lease.devices:
                 if device in self.power.asleep:
                     self.power.wake(device)
-        self._tell_engine()
-        self._notify()
-        self.on_returned()
+        self._layouts.devices_changed()
+        self.notify()
 
     def _called(self, leases: Collection[Lease]) -> None:
         for lease in leases:
-            log.info("lease %s is called back: devices %s", lease.id, lease.devices)
-
-    def _tell_engine(self) -> None:
-        """An engine that is away learns it at its start."""
-        self._send(SetDevices(tuple(sorted(self.pool.leased))))
+            log.info("lease %s is called back: devices %s, %s", lease.id, lease.devices, lease.reason)
 
     async def _look(self) -> None:
         """While there are leases: end those that are lost."""
@@ -194,7 +178,8 @@ class LeaseDesk:
             await asyncio.sleep(CHECK_S)
             self._returned(self.pool.tick(), "lost: not renewed, or not returned in time")
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """What may be leased, or is in the way, has changed: those who wait look again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -27,7 +27,13 @@ class Ended:
 
 
 class SinkFull(DynamicTPError):
-    """Nobody takes what a sink keeps: its request is to end."""
+    """A sink can't keep more: its request is to end. `status` is the HTTP status if the answer has not begun:
+    408 when nobody takes what it keeps, 400 when more was asked for than it may keep.
+    """
+
+    def __init__(self, message: str, status: int = 408) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Sink(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -31,7 +32,7 @@ from dynamictp.observe.families import (
     histogram,
 )
 from dynamictp.observe.history import History, kv_usage
-from dynamictp.observe.machine import MachineMetrics
+from dynamictp.observe.machine import MachineMetrics, ProcessMetrics
 from dynamictp.observe.requests import RequestMetrics
 from dynamictp.server.admission import AdmissionControl
 from dynamictp.server.plane_metrics import PlaneMetrics
@@ -44,6 +45,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 class Metrics(Collector):
     """Everything `/metrics` shows. Fed by the engine client, read by `render`."""
+
+    request_metrics: ClassVar[type[RequestMetrics]] = RequestMetrics
 
     def __init__(
         self,
@@ -66,8 +69,8 @@ class Metrics(Collector):
         self._moved: Counter[str] = Counter({"handover": 0, "recompute": 0})
         self._ttft = Histogram(TTFT_S)
         self._itl = Histogram(TPOT_S)
-        self.requests = RequestMetrics()
-        self.machine = MachineMetrics()
+        self.requests = self.request_metrics()
+        self.machine: ProcessMetrics = MachineMetrics()
         self.plane = PlaneMetrics()
         self.alias_model = ""
         """The model's name while its metrics are shown under the `vllm:` names too."""
@@ -251,11 +254,24 @@ class Metrics(Collector):
         states = Counter({"preparing": 0, "serving": 0, "draining": 0, "failed": 0})
         states.update(d.state for d in domains)
         yield gauges("dtp_domains", "Domains by state. Does something drain or fail?", "state", states)
+        yield gauge(
+            "dtp_ranks_per_core",
+            "Ranks of serving domains on one core, at most. Do ranks wait for a core?",
+            self._ranks_per_core(domains),
+        )
         yield counters(
             "dtp_device_busy_seconds",
             "Time a device spent in steps, waits for peers included. How loaded is each device?",
             ["device"],
             (((str(device.id),), device.busy_s) for device in (now.devices if now else ())),
+        )
+
+    def _ranks_per_core(self, domains: Iterable[DomainStatus]) -> int:
+        placed = self.machine.sources.devices()
+        ranks = (device for domain in domains if domain.state == "serving" for device in domain.devices)
+        return max(
+            Counter(core for rank in ranks if rank in placed for core in placed[rank].cores).values(),
+            default=0,
         )
 
     def _collect_steps(self) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from dynamictp.errors import BadRequest
 from dynamictp.server.answers import json_response
-from dynamictp.server.service import Service
+from dynamictp.server.roster import Roster
 
 PAGE = "dashboard.html"
 POLICY = (
@@ -23,10 +23,10 @@ POLICY = (
 
 
 class ObserveRoutes:
-    """Endpoints over one `Service`."""
+    """Endpoints over the models of one server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
         self._page = (resources.files("dynamictp.observe") / "data" / PAGE).read_text(encoding="utf-8")
 
     def routes(self) -> list[Route]:
@@ -47,7 +47,8 @@ class ObserveRoutes:
         )
 
     async def history(self, request: Request) -> Response:
-        """Points after `since`, a Unix time; by field."""
+        """Points after `since`, a Unix time; by field. With several models, of the one that `model` names,
+        else of the first."""
         text = request.query_params.get("since", "0")
         try:
             since = float(text)
@@ -55,7 +56,15 @@ class ObserveRoutes:
             since = math.nan
         if not math.isfinite(since):
             raise BadRequest(f"since must be a Unix time in seconds, not '{text[:40]}'", param="since")
-        service = self._service
-        return json_response(
-            {"now": time.time(), "model": service.model, "points": service.metrics.history.columns(since)}
-        )
+        name = request.query_params.get("model")
+        service = self._roster.first if name is None else self._roster.pick(name)
+        machine = service.metrics.machine
+        shown = {
+            "now": time.time(),
+            "model": service.model,
+            "points": service.metrics.history.columns(since),
+            "crashes": {"counts": machine.crashes, "last": machine.last_crash},
+        }
+        if self._roster.several:
+            shown["models"] = self._roster.names
+        return json_response(shown)

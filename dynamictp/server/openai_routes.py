@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from dynamictp.server.access import identity_of
 from dynamictp.server.answers import json_response
 from dynamictp.server.fields import parse_object
 from dynamictp.server.generation import Generation
-from dynamictp.server.prompts import INLINE_CHARS, chat_job, chat_tokens, completion_job, text_tokens
+from dynamictp.server.prompts import chat_job, chat_tokens, completion_job, text_tokens
 from dynamictp.server.render import ChatRenderer, CompletionRenderer
 from dynamictp.server.requests import (
     TIMEOUT_HEADER,
@@ -26,15 +25,16 @@ from dynamictp.server.requests import (
     parse_tokenize,
 )
 from dynamictp.server.responses import GenerationResponse
+from dynamictp.server.roster import Roster
 from dynamictp.server.sender import Sender
 from dynamictp.server.service import Service
 
 
 class OpenAIRoutes:
-    """Endpoints over one `Service`."""
+    """Endpoints over the models of one server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
 
     def routes(self) -> list[Route]:
         return [
@@ -47,19 +47,20 @@ class OpenAIRoutes:
         ]
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [_card(s) for s in self._roster.services]})
 
     async def model(self, request: Request) -> Response:
-        self._service.check_model(request.path_params["name"])
-        return json_response(self._card())
+        return json_response(_card(self._roster.pick(request.path_params["name"])))
 
     async def completions(self, request: Request) -> Response:
-        service, sender = self._service, self._sender(request)
-        async with service.bodies.reading(request) as body:
-            parsed = parse_completion(parse_object(body), service.facts.vocab, service.defaults)
+        sender = self._sender(request)
+        async with self._roster.bodies.reading(request) as body:
+            given = parse_object(body)
+            service = self._roster.of_body(given)
+            parsed = parse_completion(given, service.facts.vocab, service.defaults)
             service.check_model(parsed.common.model)
             sender = sender.asking(parsed.common.priority, parsed.common.timeout_s)
-            self._check_room(sender)
+            _check_room(service, sender)
             job = await completion_job(service, parsed, sender)
         generation = Generation(service.client, service.tokenizer, job)
         renderer = CompletionRenderer(
@@ -75,12 +76,14 @@ class OpenAIRoutes:
         return GenerationResponse(generation, renderer, include_usage=parsed.common.include_usage)
 
     async def chat(self, request: Request) -> Response:
-        service, sender = self._service, self._sender(request)
-        async with service.bodies.reading(request) as body:
-            parsed = parse_chat(parse_object(body), service.facts.vocab, service.defaults)
+        sender = self._sender(request)
+        async with self._roster.bodies.reading(request) as body:
+            given = parse_object(body)
+            service = self._roster.of_body(given)
+            parsed = parse_chat(given, service.facts.vocab, service.defaults)
             service.check_model(parsed.common.model)
             sender = sender.asking(parsed.common.priority, parsed.common.timeout_s)
-            self._check_room(sender)
+            _check_room(service, sender)
             job = await chat_job(service, parsed, sender)
         generation = Generation(service.client, service.tokenizer, job)
         renderer = ChatRenderer(
@@ -95,48 +98,49 @@ class OpenAIRoutes:
         return GenerationResponse(generation, renderer, include_usage=parsed.common.include_usage)
 
     async def tokenize(self, request: Request) -> Response:
-        async with self._service.bodies.reading(request) as body:
-            parsed = parse_tokenize(parse_object(body))
-            self._service.check_model(parsed.model)
+        async with self._roster.bodies.reading(request) as body:
+            given = parse_object(body)
+            service = self._roster.of_body(given)
+            parsed = parse_tokenize(given)
+            service.check_model(parsed.model)
             if isinstance(parsed.prompt, str):
-                tokens = await text_tokens(self._service, parsed.prompt, parsed.add_special_tokens)
+                tokens = await text_tokens(service, parsed.prompt, parsed.add_special_tokens)
             else:
-                _, tokens = await chat_tokens(self._service, parsed.prompt)
-        context = self._service.client.max_model_len or self._service.facts.max_context
+                _, tokens = await chat_tokens(service, parsed.prompt)
+        context = service.client.max_model_len or service.facts.max_context
         return json_response({"count": len(tokens), "max_model_len": context, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        async with self._service.bodies.reading(request) as body:
-            tokens, skip = parse_detokenize(parse_object(body), self._service.facts.vocab)
-            if len(tokens) <= INLINE_CHARS:
-                text = self._service.tokenizer.decode(tokens, skip)
-            else:
-                text = await asyncio.to_thread(self._service.tokenizer.decode, tokens, skip)
+        async with self._roster.bodies.reading(request) as body:
+            given = parse_object(body)
+            service = self._roster.of_body(given)
+            tokens, skip = parse_detokenize(given, service.facts.vocab)
+            text = await service.texts.run(len(tokens), lambda: service.tokenizer.decode(tokens, skip))
         return json_response({"prompt": text})
-
-    def _check_room(self, sender: Sender) -> None:
-        """Refuse what would have to wait too long, however short it is, before its prompt costs anything.
-
-        Before the engine is ready, a wrong prompt is told what is wrong.
-        """
-        client = self._service.client
-        if client.engine is not None:
-            client.check_room(sender, (1,))
 
     def _sender(self, request: Request) -> Sender:
         """Raises `BadRequest` for a header that is no time."""
-        service, identity = self._service, identity_of(request.scope)
+        service, identity = self._roster.first, identity_of(request.scope)
         sender = Sender(service.clock.now(), identity.tenant, identity.priority)
         if service.request_timeout_s:
             sender = replace(sender, deadline_s=sender.arrival_s + service.request_timeout_s)
         return sender.asking(None, header_timeout_s(request.headers.get(TIMEOUT_HEADER)))
 
-    def _card(self) -> dict[str, Any]:
-        service = self._service
-        return {
-            "id": service.model,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "dynamictp",
-            "max_model_len": service.client.max_model_len or service.facts.max_context,
-        }
+
+def _check_room(service: Service, sender: Sender) -> None:
+    """Refuse what would have to wait too long, however short it is, before its prompt costs anything.
+
+    Before the engine is ready, a wrong prompt is told what is wrong.
+    """
+    if service.client.engine is not None:
+        service.client.check_room(sender, (1,))
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "dynamictp",
+        "max_model_len": service.client.max_model_len or service.facts.max_context,
+    }

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 import dynamictp
+from dynamictp.server import control_bodies
 from dynamictp.server import schema as answers
 from dynamictp.server.field_table import Rule, field_rules
 
@@ -17,9 +18,9 @@ _ERRORS = {
     "400": "a field is wrong, or the body is no JSON object",
     "401": "the key is missing or unknown",
     "403": "the key or the host does not open this",
-    "404": "no such model, switch or path",
+    "404": "no such model, switch, lease or path",
     "408": "the body did not arrive in time",
-    "409": "a layout switch is in flight",
+    "409": "a layout switch is in flight, or devices are leased",
     "413": "the body is too large",
     "422": "the layout does not fit; `legal_layouts` do",
     "429": "too many requests",
@@ -29,9 +30,12 @@ _ERRORS = {
 }
 _BODY = ("400", "401", "403", "408", "413", "503")
 _GENERATION = (*_BODY, "404", "429", "500")
+_OPERATOR = ("401", "403")
 _TOKEN = {"type": "integer", "minimum": 0}
 _OBJECT: dict[str, Any] = {"type": "object"}
 _TEXT: dict[str, Any] = {"type": "string"}
+_MODEL: dict[str, Any] = {"name": "model", "in": "query", "schema": _TEXT}
+"""Whose, where the server has several models."""
 
 
 class Error(msgspec.Struct):
@@ -83,13 +87,27 @@ class Text(msgspec.Struct):
     prompt: str
 
 
-_ANSWERS = (Envelope, answers.Completion, WholeChat, Model, Models, Tokens, Text)
+_ANSWERS = (
+    Envelope,
+    answers.Completion,
+    WholeChat,
+    Model,
+    Models,
+    Tokens,
+    Text,
+    control_bodies.LeaseAnswer,
+    control_bodies.Leases,
+    control_bodies.Decisions,
+    control_bodies.Config,
+)
 
 
-def openapi(vocab: int, *, api: bool = True, admin: bool = True) -> dict[str, Any]:
-    """An OpenAPI 3.1 document. `vocab` bounds token ids; `api` and `admin` as for `create_app`."""
-    rules = field_rules(vocab)
+def openapi(vocab: int, devices: int, *, api: bool = True, admin: bool = True) -> dict[str, Any]:
+    """An OpenAPI 3.1 document. `vocab` bounds token ids, `devices` those of a lease; `api` and `admin` as for
+    `create_app`."""
+    rules = field_rules(vocab, devices)
     paths: dict[str, dict[str, Any]] = {
+        "/": {"get": _operation("root", "What is where", {"200": _json(_OBJECT)})},
         "/health": {"get": _operation("health", "Alive", {"200": _json(_OBJECT)})},
         "/ready": {"get": _operation("ready", "Serving", {"200": _json(_OBJECT)}, ("503",))},
         "/version": {"get": _operation("version", "Version", {"200": _json(_OBJECT)})},
@@ -97,7 +115,7 @@ def openapi(vocab: int, *, api: bool = True, admin: bool = True) -> dict[str, An
     if api:
         paths |= _api_paths(rules, vocab)
     if admin:
-        paths |= _admin_paths(rules, vocab)
+        paths |= _layout_paths(rules) | _lease_paths(rules) | _planner_paths(rules) | _observe_paths()
     _, components = msgspec.json.schema_components(_ANSWERS, ref_template=_REFERENCE)
     return {
         "openapi": "3.1.0",
@@ -115,14 +133,13 @@ def _api_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str, A
     def post(name: str, path: str, summary: str, answer: dict[str, Any]) -> dict[str, Any]:
         errors = _GENERATION if "text/event-stream" in answer["content"] else (*_BODY, "404")
         body = _body(rules[f"POST {path}"], vocab)
-        return {"post": {**_operation(name, summary, {"200": answer}, errors), "requestBody": body}}
+        return {"post": {**_operation(name, summary, {"200": answer}, errors), **body}}
 
     completion, chat = _json(_of(answers.Completion), events), _json(_of(WholeChat), events)
-    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     model = _operation("model", "One model", {"200": _json(_of(Model))}, ("404",))
     return {
         "/v1/models": {"get": _operation("models", "The models", {"200": _json(_of(Models))})},
-        "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
+        "/v1/models/{name}": {"get": {**model, **_path("name")}},
         "/v1/completions": post("completions", "/v1/completions", "Complete a prompt", completion),
         "/v1/chat/completions": post("chat", "/v1/chat/completions", "Answer a conversation", chat),
         "/tokenize": post("tokenize", "/tokenize", "Text to tokens", _json(_of(Tokens))),
@@ -130,13 +147,13 @@ def _api_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str, A
     }
 
 
-def _admin_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str, Any]:
-    switch = {
+def _layout_paths(rules: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
+    one = {"type": "object", "required": ["id", "from", "to", "outcome", "phases_ms"]}
+    switch = {"type": "object", "required": ["switch"], "properties": {"switch": one}}
+    all_switches = {
         "type": "object",
-        "required": ["switch"],
-        "properties": {
-            "switch": {"type": "object", "required": ["id", "from", "to", "outcome", "phases_ms"]}
-        },
+        "required": ["switches"],
+        "properties": {"switches": {"type": "array", "items": one}},
     }
     put = _operation(
         "set_layout",
@@ -144,80 +161,75 @@ def _admin_paths(rules: Mapping[str, tuple[Rule, ...]], vocab: int) -> dict[str,
         {"200": _json(switch), "202": _json(switch)},
         (*_BODY, "409", "422", "500", "504"),
     )
-    ident = [{"name": "id", "in": "path", "required": True, "schema": _TEXT}]
-    show = _operation("switch", "One layout switch", {"200": _json(switch)}, ("401", "403", "404"))
+    show = _operation("switch", "One layout switch", {"200": _json(switch)}, (*_OPERATOR, "404"))
     cancel = _operation(
         "cancel_switch",
         "Take a layout switch back",
         {"200": _json(switch)},
-        ("401", "403", "404", "409", "503", "504"),
+        (*_OPERATOR, "404", "409", "503", "504"),
     )
-    locked = ("401", "403")
-    listed = _operation("switches", "The layout switches", {"200": _json(_OBJECT)}, locked)
     text = {"description": "the metrics", "content": {"text/plain": {"schema": _TEXT}}}
-    layout = _operation("layout", "The layout", {"200": _json(_OBJECT)}, ("401", "403"))
+    listed = _operation("switches", "The layout switches", {"200": _json(all_switches)}, _OPERATOR)
     return {
-        "/metrics": {"get": _operation("metrics", "Metrics", {"200": text}, ("401", "403"))},
+        "/metrics": {"get": _operation("metrics", "Metrics", {"200": text}, _OPERATOR)},
         "/admin/layout": {
-            "get": layout,
-            "put": {**put, "requestBody": _body(rules["PUT /admin/layout"], vocab)},
+            "get": _operation("layout", "The layout", {"200": _json(_OBJECT)}, _OPERATOR),
+            "put": {**put, **_body(rules["PUT /admin/layout"], 0)},
         },
         "/admin/switches": {"get": listed},
         "/admin/switches/{id}": {
-            "get": {**show, "parameters": ident},
-            "delete": {**cancel, "parameters": ident},
+            "get": {**show, **_path("id")},
+            "delete": {**cancel, **_path("id")},
         },
-        **_control_paths(rules, vocab, ident),
-        **_observe_paths(),
+    }
+
+
+def _lease_paths(rules: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
+    lease = _json(_of(control_bodies.LeaseAnswer))
+    leases = _json(_of(control_bodies.Leases))
+    lend = _operation("lend", "Lend devices", {"201": lease}, (*_BODY, "409"))
+
+    def of_one(name: str, summary: str) -> dict[str, Any]:
+        return {**_operation(name, summary, {"200": lease}, (*_OPERATOR, "404")), **_path("id")}
+
+    return {
+        "/admin/leases": {
+            "get": _operation("leases", "The leases", {"200": leases}, _OPERATOR),
+            "post": {**lend, **_body(rules["POST /admin/leases"], 0)},
+        },
+        "/admin/leases/{id}": {
+            "get": of_one("lease", "One lease"),
+            "put": of_one("renew", "Keep a lease for longer"),
+            "delete": of_one("give_back", "Give devices back"),
+        },
+    }
+
+
+def _planner_paths(rules: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
+    config = {"200": _json(_of(control_bodies.Config))}
+    decided = {"200": _json(_of(control_bodies.Decisions))}
+    decisions = _operation("decisions", "The planner's last decisions", decided, ("400", "404", *_OPERATOR))
+    reload = _operation("reload", "Replace some parameters of the planner", config, _BODY)
+    lines = {"description": "one JSON object a line", "content": {"application/jsonl": {"schema": {}}}}
+    journal = _operation("journal", "The planner's journal", {"200": lines}, ("400", "404", *_OPERATOR))
+    return {
+        "/admin/decisions": {"get": {**decisions, **_query(rules["GET /admin/decisions"])}},
+        "/admin/journal": {"get": {**journal, "parameters": [_MODEL]}},
+        "/admin/config": {
+            "get": _operation("config", "The planner's parameters", config, ("400", *_OPERATOR)),
+            "put": {**reload, **_body(rules["PUT /admin/config"], 0)},
+        },
     }
 
 
 def _observe_paths() -> dict[str, Any]:
     """The live page and what it draws."""
-    locked = ("401", "403")
     page = {"description": "the page", "content": {"text/html": {"schema": _TEXT}}}
-    since = [{"name": "since", "in": "query", "schema": {"type": "number"}}]
-    history = _operation("history", "The last hours", {"200": _json(_OBJECT)}, (*locked, "400"))
+    since = [{"name": "since", "in": "query", "schema": {"type": "number"}}, _MODEL]
+    history = _operation("history", "The last hours", {"200": _json(_OBJECT)}, ("400", "404", *_OPERATOR))
     return {
-        "/dashboard": {"get": _operation("dashboard", "The live page", {"200": page}, locked)},
+        "/dashboard": {"get": _operation("dashboard", "The live page", {"200": page}, _OPERATOR)},
         "/admin/history": {"get": {**history, "parameters": since}},
-    }
-
-
-def _control_paths(
-    rules: Mapping[str, tuple[Rule, ...]], vocab: int, ident: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Leases, and the planner: 400 where the server's mode has none."""
-    locked, done = ("401", "403"), {"200": _json(_OBJECT)}
-    lent = _operation("lend", "Lend devices", {"201": _json(_OBJECT)}, (*_BODY, "409"))
-    one = {
-        method: {**_operation(f"{name}_lease", summary, done, (*locked, "404", "409")), "parameters": ident}
-        for method, name, summary in (
-            ("get", "show", "One lease"),
-            ("put", "renew", "Keep a lease"),
-            ("delete", "return", "Give a lease back"),
-        )
-    }
-    lines = {"description": "one JSON object a line", "content": {"application/jsonl": {"schema": {}}}}
-    numbers = [
-        {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 10_000}}
-        for name in ("last", "snapshots")
-    ]
-    planned = (*locked, "400")
-    decisions = _operation("decisions", "The planner's decisions", done, planned)
-    change = _operation("set_config", "Replace parameters of the planner", done, _BODY)
-    return {
-        "/admin/leases": {
-            "get": _operation("leases", "The leases", done, locked),
-            "post": {**lent, "requestBody": _body(rules["POST /admin/leases"], vocab)},
-        },
-        "/admin/leases/{id}": one,
-        "/admin/decisions": {"get": {**decisions, "parameters": numbers}},
-        "/admin/journal": {"get": _operation("journal", "The journal", {"200": lines}, planned)},
-        "/admin/config": {
-            "get": _operation("config", "The planner's parameters", done, planned),
-            "put": {**change, "requestBody": {"required": True, **_json_content(_OBJECT)}},
-        },
     }
 
 
@@ -241,13 +253,23 @@ def _json(shape: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> di
     return {"description": "done", "content": {"application/json": {"schema": shape}, **(more or {})}}
 
 
-def _json_content(shape: Mapping[str, Any]) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": shape}}}
+def _path(name: str) -> dict[str, Any]:
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT}]}
 
 
-def _body(rules: tuple[Rule, ...], vocab: int) -> dict[str, Any]:
+def _query(rules: Sequence[Rule]) -> dict[str, Any]:
+    return {
+        "parameters": [
+            {"name": rule.name, "in": "query", "required": rule.required, "schema": rule.schema}
+            for rule in rules
+        ]
+    }
+
+
+def _body(rules: Sequence[Rule], vocab: int) -> dict[str, Any]:
+    """`vocab` matters only where there are token ids."""
     shape = _bounded(_object(rules, ""), vocab)
-    return {"required": True, **_json_content(shape)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": shape}}}}
 
 
 def _object(rules: Sequence[Rule], prefix: str) -> dict[str, Any]:
@@ -262,10 +284,7 @@ def _object(rules: Sequence[Rule], prefix: str) -> dict[str, Any]:
         if any(other.name.startswith(f"{rule.name}.") for other in rules):
             shape = _object(rules, f"{rule.name}.")
         elif any(other.name.startswith(f"{rule.name}[].") for other in rules):
-            items = {"type": "array", "items": _object(rules, f"{rule.name}[].")}
-            # An array of parts may be given as one text.
-            texts = "string" in rule.schema.get("type", ())
-            shape = {"anyOf": [_TEXT, items]} if texts else {**items, "minItems": 1}
+            shape = _collection(rule.schema, _object(rules, f"{rule.name}[]."))
         if rule.required:
             required.append(name)
         elif shape:
@@ -277,6 +296,15 @@ def _object(rules: Sequence[Rule], prefix: str) -> dict[str, Any]:
         "required": required,
         "additionalProperties": False,
     }
+
+
+def _collection(shape: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """`shape`, an array or an object by names, of objects of the shape `inner`."""
+    if shape.get("type") == "object":
+        return {**shape, "additionalProperties": inner}
+    items = {"type": "array", "items": inner}
+    # An array of parts may be given as one text.
+    return {"anyOf": [_TEXT, items]} if "string" in shape.get("type", ()) else {**items, "minItems": 1}
 
 
 def _bounded(value: Any, vocab: int) -> Any:

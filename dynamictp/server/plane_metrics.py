@@ -20,7 +20,8 @@ class PlaneMetrics:
         self._decisions: Counter[str] = Counter()
         self._last: Decision | None = None
         self._ratios: Ratios = ()
-        self.device_states: Callable[[], Mapping[int, DeviceState]] = dict
+        self.device_states: Callable[[], Mapping[int, DeviceState]] | None = dict
+        """None where the pool's states are shown once for several models."""
 
     def on_decision(self, decision: Decision, ratios: Ratios = ()) -> None:
         """`ratios`: measured / predicted time of steps, as the decision saw it."""
@@ -66,10 +67,16 @@ class PlaneMetrics:
         for alarm in Alarm:
             alarms.add_metric([alarm.value], float(last is not None and alarm in last.alarms))
         yield alarms
-        states = Counter(state.value for state in self.device_states().values())
-        devices = GaugeMetricFamily(
-            "dtp_devices", "Devices by state. Is something leased, or waking up?", labels=["state"]
-        )
-        for state in DeviceState:
-            devices.add_metric([state.value], states[state.value])
-        yield devices
+        if self.device_states is not None:
+            yield from device_states(self.device_states())
+
+
+def device_states(found: Mapping[int, DeviceState]) -> Iterator[Metric]:
+    """How many devices are in each state."""
+    states = Counter(state.value for state in found.values())
+    devices = GaugeMetricFamily(
+        "dtp_devices", "Devices by state. Is something leased, or waking up?", labels=["state"]
+    )
+    for state in DeviceState:
+        devices.add_metric([state.value], states[state.value])
+    yield devices

@@ -28,6 +28,7 @@ def pool_facts(config: ServeConfig, plan: NodePlan) -> PoolFacts:
     calibration = Calibration.load(Path(config.calibration)) if config.calibration else None
     measured = (measured_by(calibration) if calibration is not None else None) or TYPICAL
     machine, _ = local_machine(plan.devices, measured)
+    cap = DYNAMIC_CAP if plan.devices > 1 else 1.0
     memory = machine.device.shared_bandwidth or machine.device.bandwidth
     return PoolFacts(
         shape=ModelShape.of(plan.facts, config.model_name, config.dtype),
@@ -37,11 +38,11 @@ def pool_facts(config: ServeConfig, plan: NodePlan) -> PoolFacts:
             max_num_seqs=config.max_num_seqs,
             max_step_s=config.max_step_ms * 1e-3,
             page_tokens=config.page_tokens,
-            kv_cap=DYNAMIC_CAP,
+            kv_cap=cap,
             kv_bytes=plan.arena_bytes,
             communicators=1,
         ),
-        kv_tokens_per_device=plan.kv_tokens * DYNAMIC_CAP / plan.devices,
+        kv_tokens_per_device=plan.kv_tokens * cap / plan.most_devices,
         links=((2, LinkFacts("shared memory", memory, SHARED_MEMORY_HOP)),),
         assumptions=ASSUMPTIONS,
         calibration=calibration,

@@ -10,6 +10,7 @@ from dynamictp.server.access import Access, host_names
 from dynamictp.server.app import create_app
 from dynamictp.server.keys import KeyRings
 from dynamictp.server.machine import raise_descriptor_limit
+from dynamictp.server.roster import Roster
 from dynamictp.server.run import CONNECTIONS, ServerRunner
 from dynamictp.server.service import Service
 
@@ -25,19 +26,19 @@ class Ports:
     SIGHUP reads the key files again. Without any it keeps its meaning: a closed terminal ends the server.
     """
 
-    def __init__(self, config: ServeConfig, service: Service, keys: KeyRings) -> None:
+    def __init__(self, config: ServeConfig, served: Service | Roster, keys: KeyRings) -> None:
         self._keys = keys
         api, admin = keys.api, keys.admin
         names = host_names(*config.allowed_hosts.split(","), "" if is_loopback(config.host) else config.host)
         main = create_app(
-            service,
+            served,
             admin=config.admin_on_main,
             access=Access(api, admin, config.public_metrics, names),
         )
         most = max(LEAST_CONNECTIONS, min(CONNECTIONS, raise_descriptor_limit() - OTHER_DESCRIPTORS))
         self._runners = [ServerRunner(main, config.host, config.port, connections=most)]
         if config.admin_address is not None:
-            own = create_app(service, api=False, access=Access(admin, admin, names=names))
+            own = create_app(served, api=False, access=Access(admin, admin, names=names))
             address = config.admin_address
             self._runners.append(ServerRunner(own, *address, connections=ADMIN_CONNECTIONS))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from dataclasses import dataclass
 
@@ -15,8 +14,6 @@ from dynamictp.server.sender import Sender
 from dynamictp.server.service import Service
 from dynamictp.server.stop import StopSet
 
-INLINE_CHARS = 4096
-"""Longer texts are tokenized in a thread: about 2 ms is what the event loop's other streams may wait."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -72,9 +69,7 @@ async def chat_tokens(service: Service, prompt: ChatPrompt) -> tuple[str, tuple[
         )
         return text, tuple(service.tokenizer.encode(text, prompt.add_special_tokens))
 
-    if sum(len(message["content"]) for message in prompt.messages) > INLINE_CHARS:
-        return await asyncio.to_thread(render)
-    return render()
+    return await service.texts.run(sum(len(message["content"]) for message in prompt.messages), render)
 
 
 async def text_tokens(service: Service, text: str, add_special_tokens: bool) -> tuple[int, ...]:
@@ -87,9 +82,7 @@ async def _encode(service: Service, texts: list[str], add_special_tokens: bool) 
     def encode() -> list[tuple[int, ...]]:
         return [tuple(service.tokenizer.encode(text, add_special_tokens)) for text in texts]
 
-    if sum(map(len, texts)) > INLINE_CHARS:
-        return await asyncio.to_thread(encode)
-    return encode()
+    return await service.texts.run(sum(map(len, texts)), encode)
 
 
 def _prompt_tokens(service: Service, recipe: _Recipe, text: str | None, ids: tuple[int, ...]) -> PromptTokens:

@@ -36,6 +36,11 @@ LOWEST_LOGPROB = -9999.0
 class Renderer(Protocol):
     """Writes one generation in the style of its endpoint."""
 
+    @property
+    def model(self) -> str:
+        """Its name in the answer."""
+        ...
+
     def opening(self, index: int, choice: Choice) -> bytes:
         """Events before a choice's first text."""
         ...
@@ -72,7 +77,7 @@ class CompletionRenderer:
     ) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
-        self._model = model
+        self.model = model
         self._created = created
         self._echo = echo
         self._logprobs = logprobs
@@ -116,7 +121,7 @@ class CompletionRenderer:
 
     def body(self, generation: Generation) -> bytes:
         choices = [self._whole(index, choice) for index, choice in enumerate(generation.choices)]
-        answer = Completion(generation.job.id, self._created, self._model, choices)
+        answer = Completion(generation.job.id, self._created, self.model, choices)
         answer.usage, answer.dynamictp = generation.usage(), generation.served()
         if self._return_ids and len(generation.job.prompts) == 1:
             answer.prompt_token_ids = generation.job.prompts[0].ids
@@ -140,7 +145,7 @@ class CompletionRenderer:
 
     def _chunk(self, *choices: CompletionChoice) -> Completion:
         return Completion(
-            self._generation.job.id, self._created, self._model, list(choices), usage=self._no_usage
+            self._generation.job.id, self._created, self.model, list(choices), usage=self._no_usage
         )
 
     def _token_logprobs(self, entries: Sequence[PlacedLogprobs], base: int) -> CompletionLogprobs:
@@ -189,7 +194,7 @@ class ChatRenderer:
     ) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
-        self._model = model
+        self.model = model
         self._created = created
         self._logprobs = logprobs
         self._return_ids = return_token_ids
@@ -223,7 +228,7 @@ class ChatRenderer:
 
     def body(self, generation: Generation) -> bytes:
         choices = [self._whole(index, choice) for index, choice in enumerate(generation.choices)]
-        answer = Chat(generation.job.id, self._created, self._model, choices, "chat.completion")
+        answer = Chat(generation.job.id, self._created, self.model, choices, "chat.completion")
         answer.usage, answer.dynamictp = generation.usage(), generation.served()
         if self._return_ids:
             answer.prompt_token_ids = generation.job.prompts[0].ids
@@ -242,7 +247,7 @@ class ChatRenderer:
         return Chat(
             self._generation.job.id,
             self._created,
-            self._model,
+            self.model,
             list(choices),
             "chat.completion.chunk",
             usage=self._no_usage,

@@ -63,7 +63,7 @@ class GenerationResponse(Response):
         choices = self._generation.choices
         log.info(
             "request_id=%s id=%s tp_domain_id=%s tp=%s choices=%d "
-            "prompt_tokens=%d completion_tokens=%d end=%s",
+            "prompt_tokens=%d completion_tokens=%d end=%s model=%s",
             scope.get("state", {}).get("request_id"),
             self._generation.job.id,
             ",".join(choice.served.domain if choice.served else "-" for choice in choices),
@@ -72,6 +72,7 @@ class GenerationResponse(Response):
             self._generation.usage().prompt_tokens,
             self._generation.usage().completion_tokens,
             ",".join(choice.end for choice in choices),
+            self._renderer.model,
         )
 
     def _can_start(self) -> bool:
@@ -117,7 +118,7 @@ class GenerationResponse(Response):
                 await generation.changed()
         except GenerationFailed as failure:
             # A server that stops, a deadline, a client that does not read: nothing to warn of.
-            level = logging.INFO if failure.status in (408, 503, 504) else logging.WARNING
+            level = logging.INFO if failure.status in (400, 408, 503, 504) else logging.WARNING
             log.log(level, "%s: failed in mid-stream: %s", generation.job.id, failure.message)
             event = to_event(envelope(failure.message, "server_error", code=failure.code))
             await send({"type": "http.response.body", "body": event + DONE})

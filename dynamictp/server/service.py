@@ -6,24 +6,23 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from dynamictp.clock import Clock, SystemClock
 from dynamictp.control.capacity import CostBook
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import Journal
-from dynamictp.control.pool import ResourcePool
 from dynamictp.control.state import PlannerState
 from dynamictp.control.windows import TrafficWindows
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
-from dynamictp.layout import legal_specs
-from dynamictp.messages import SwitchStatus, WorkerLost
+from dynamictp.layout import Layout, legal_specs, parse_layout
+from dynamictp.messages import Body, SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
+from dynamictp.observe.machine import ProcessMetrics
 from dynamictp.observe.tracing import Tracer
 from dynamictp.server.admission import AdmissionControl, QueueLimits
 from dynamictp.server.bodies import Bodies
@@ -33,7 +32,9 @@ from dynamictp.server.leases import LeaseDesk
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.pool_view import PoolView
 from dynamictp.server.requests import SamplingDefaults
+from dynamictp.server.shares import DeviceShares, Need, Share
 from dynamictp.server.switches import SwitchBoard
+from dynamictp.server.texts import TextThreads
 
 SWITCH_WAIT_S = 60.0
 
@@ -56,10 +57,10 @@ class Service:
     template: ChatTemplate
     client: EngineClient
     switches: SwitchBoard
-    desk: LeaseDesk
     metrics: Metrics
     facts: ModelFacts
     devices: int
+    """Of the pool. Other models may have some of them."""
     legal_degrees: tuple[int, ...]
     clock: Clock
     mode: Literal["static", "dynamic", "dry-run"] = "static"
@@ -70,9 +71,16 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time at which the model was loaded, in seconds."""
     bodies: Bodies = field(default_factory=Bodies)
+    texts: TextThreads = field(default_factory=TextThreads)
     request_timeout_s: float = 0.0
     """After so long a request is given up; 0: never. Clients may ask for less."""
     switch_wait_s: float = SWITCH_WAIT_S
+    start_layout: str = ""
+    """The layout that the first engine begins with."""
+    share: Share = field(init=False)
+    """Its devices; set by `create`."""
+    shares: DeviceShares = field(init=False)
+    metrics_kind: ClassVar[type[Metrics]] = Metrics
 
     @classmethod
     def create(
@@ -91,13 +99,22 @@ class Service:
         limits: QueueLimits | None = None,
         tenants: Callable[[], int] = lambda: 1,
         on_worker_lost: Callable[[WorkerLost], None] = lambda message: None,
+        start_layout: str = "",
+        shares: DeviceShares | None = None,
+        priority: int = 0,
+        most_devices: int = 0,
     ) -> Self:
-        """Wire client, switches and metrics together. `client.attach(link)` connects the engine."""
+        """Wire client, switches and metrics together. `client.attach(link)` connects the engine.
+
+        Without `shares` the model has the pool to itself; else it joins them with `priority`, for at most
+        `most_devices` (0: all), and the caller begins them.
+        """
         clock = clock or SystemClock()
         limits = limits or QueueLimits()
         admission = AdmissionControl(clock, limits, tenants)
         incarnation = secrets.token_hex(3)
-        metrics, switches = Metrics(admission=admission, clock=clock), SwitchBoard(incarnation)
+        metrics = cls.metrics_kind(admission=admission, clock=clock)
+        switches = SwitchBoard(incarnation, model if shares is not None else "")
         client = EngineClient(
             clock,
             metrics,
@@ -106,22 +123,12 @@ class Service:
             on_first_admission=switches.on_first_admission,
             on_worker_lost=on_worker_lost,
         )
-        lease_numbers = count(1)
-        pool = ResourcePool(
-            range(devices),
-            clock,
-            lambda: f"l{next(lease_numbers)}-{incarnation}",
-            revocable=mode == "dynamic",
-        )
-        desk = LeaseDesk(pool, clock, send=client.send, in_flight=lambda: switches.in_flight)
-        metrics.plane.device_states = desk.states
         service = cls(
             model=model,
             tokenizer=tokenizer,
             template=template,
             client=client,
             switches=switches,
-            desk=desk,
             metrics=metrics,
             facts=facts,
             devices=devices,
@@ -131,7 +138,17 @@ class Service:
             defaults=defaults or SamplingDefaults(),
             device_info=device_info,
             request_timeout_s=limits.request_timeout_s,
+            start_layout=start_layout,
         )
+        service.shares = shares or DeviceShares(devices, clock, revocable=mode == "dynamic")
+        service.share = service.shares.join(model, service, priority=priority, most=most_devices)
+        if shares is None:
+            service.shares.begin()
+            metrics.plane.device_states = service.desk.states
+        else:
+            # What is the pool's or the machine's is shown once.
+            metrics.plane.device_states = None
+            metrics.machine = ProcessMetrics()
         client.on_snapshot = service._on_snapshot
         switches.listeners.append(service._on_switch)
         return service
@@ -140,19 +157,18 @@ class Service:
         """Have a planner, which writes its decisions to the file `journal` too. Its loop is the caller's to
         run. Raises `ConfigError` when the file can't be written."""
         traffic = TrafficWindows(self.clock.now(), config)
-        legal = tuple(map(str, legal_specs(self.legal_degrees, self.devices)))
+        legal = tuple(map(str, legal_specs(self.legal_degrees, self.share.most)))
         self.client.traffic = traffic
         self.plane = ControlPlane(
             clock=self.clock,
             client=self.client,
             board=self.switches,
-            desk=self.desk,
+            share=self.share,
             view=PoolView(legal, self.devices, self.mode, traffic),
             cost=CostBook(facts),
             metrics=self.metrics,
             journal=Journal(facts, config, PlannerState(), journal),
         )
-        self.desk.on_returned = self.plane.nudge
         return self.plane
 
     def trace_with(self, tracer: Tracer) -> None:
@@ -163,21 +179,51 @@ class Service:
     def engine_lost(self) -> None:
         """What was under way in the engine is not any more."""
         self.switches.engine_lost()
-        self.desk.unsettle()
+        self.share.unsettle()
         if self.plane is not None:
             self.plane.engine_lost()
 
     def _on_snapshot(self) -> None:
         snapshot = self.client.snapshot
         assert snapshot is not None
-        self.desk.on_snapshot(snapshot)
+        self.share.on_snapshot(snapshot)
         if self.plane is not None:
             self.plane.on_snapshot(snapshot)
 
     def _on_switch(self, status: SwitchStatus) -> None:
-        self.desk.unsettle()
+        self.share.unsettle()
         if self.plane is not None:
             self.plane.on_status(status)
+
+    # ------------------------------------------------------------ its devices
+
+    @property
+    def desk(self) -> LeaseDesk:
+        """The desk of the pool, for all its models."""
+        return self.shares.desk
+
+    def need(self) -> Need:
+        """As `Holder.need`: of the switch under way, else of the pinned or the observed layout."""
+        flight, board = self.switches.in_flight, self.switches
+        pinned = board.pinned and self.mode == "dynamic"
+        text = flight.to_layout if flight is not None else (board.target or "") if pinned else ""
+        layout = parse_layout(text or self.observed or self.start_layout or "tp1")
+        if isinstance(layout, Layout):
+            return Need(len(layout.devices), layout.devices)
+        return Need(layout.devices, flexible=self.mode == "dynamic" and not pinned and flight is None)
+
+    @property
+    def changing(self) -> bool:
+        return self.switches.in_flight is not None
+
+    def send(self, body: Body) -> bool:
+        return self.client.send(body)
+
+    def gained(self) -> None:
+        if self.plane is not None:
+            self.plane.nudge()
+
+    # ------------------------------------------------------------ what requests ask
 
     @property
     def observed(self) -> str:

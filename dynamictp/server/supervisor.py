@@ -78,8 +78,12 @@ class Supervisor:
         index: WeightIndex,
         kernel_level: str = "",
         clock: Clock | None = None,
+        *,
+        name: str = "",
     ) -> None:
-        """`kernel_level` is the native kernels', empty for torch; `index` has the layout that they read."""
+        """`kernel_level` is the native kernels', empty for torch; `index` has the layout that they read.
+        `name` is the model's, where the server has several: it leads the names of processes and memories."""
+        self._who = f"{name} " if name else ""
         self._config = config
         self._plan = plan
         self._index = index
@@ -96,6 +100,8 @@ class Supervisor:
         self._link: ZmqLink | None = None
         self._user: EngineUser | None = None
         self._budgets: dict[str, CrashBudget] = {}
+        self.on_crash: Callable[[str], None] = lambda process: None
+        """Told of each process that ends without being asked to: `worker` or `engine`."""
         self._stopping = False
         self._asleep: dict[int, int] = {}
         """Device → the worker's life that was ended on purpose."""
@@ -120,16 +126,19 @@ class Supervisor:
             spawner=self._spawner,
             clock=self._clock,
             on_ended=self._on_worker_ended,
+            label=self._who,
         )
-        progress(f"starting engine and {plan.devices} worker(s)")
-        for device in range(plan.devices):
+        # The engine can do without those of other models' devices; they follow once it serves.
+        first = [device for device in range(plan.devices) if device not in self.leased()]
+        progress(f"starting engine and {len(first)} worker(s)")
+        for device in first:
             pool.begin(device, self._engine_incarnation)
         link = self._spawn_engine(str(plan.layout))
         kind = self._index.weights or self._index.dtype
         progress(f"loading {config.model} ({self._index.total_bytes / 1e6:.0f} MB, {kind})")
         cores = len({core for cores in plan.cores for core in cores})
         await load_weights(config.model, self._index, self._memory["weights"].fd, cores=cores)
-        for device in range(plan.devices):
+        for device in first:
             pool.go(device)
         return link
 
@@ -137,6 +146,9 @@ class Supervisor:
         """From now on replace what ends."""
         self._user = user
         if self._pool is not None and not self._stopping:
+            for device, incarnation in enumerate(self._pool.incarnations):
+                if not incarnation:
+                    self._replace_worker(device)
             self._pool.keep_spare()
         self._look_for_stopped(StoppedProcesses(STOPPED_SHARE * self._config.hang_s))
 
@@ -171,7 +183,7 @@ class Supervisor:
 
     def kill_worker(self, device: int, incarnation: int, reason: str) -> None:
         """The engine has no use for that life of a worker any more: it hangs, or their link broke."""
-        log.warning("worker %d.%d is killed: %s", device, incarnation, reason)
+        log.warning("%sworker %d.%d is killed: %s", self._who, device, incarnation, reason)
         if self._pool is not None:
             self._pool.kill(device, incarnation)
 
@@ -197,7 +209,7 @@ class Supervisor:
 
     def kill_engine(self, reason: str) -> None:
         """The engine hangs, or the link to it broke."""
-        log.warning("the engine is killed: %s", reason)
+        log.warning("the %sengine is killed: %s", self._who, reason)
         if self._engine is not None:
             self._engine.signal(signal.SIGKILL)
 
@@ -214,11 +226,11 @@ class Supervisor:
     # ------------------------------------------------------------ workers
 
     def _on_worker_ended(self, device: int, incarnation: int, code: int, lived_s: float) -> None:
-        reason = f"worker {device} ended with {describe_end(code)}"
+        reason = f"{self._who}worker {device} ended with {describe_end(code)}"
         if self._stopping or self.failed.done():
             return
         if self._user is None:
-            self._fail(f"worker {device}", code)
+            self._fail(f"{self._who}worker {device}", code)
             return
         if incarnation == self._asleep.get(device):
             self._user.send(WorkerGone(device, incarnation, "its device is released"))
@@ -226,9 +238,10 @@ class Supervisor:
         log.warning("%s after %.1f s", reason, lived_s)
         # At once: its peers wait for it in a collective.
         self._user.send(WorkerGone(device, incarnation, reason))
-        self._after_crash(f"worker {device}", code, lived_s, lambda: self._replace_worker(device))
+        self._after_crash(f"{self._who}worker {device}", code, lived_s, lambda: self._replace_worker(device))
 
     def _replace_worker(self, device: int) -> None:
+        """Start the device's next worker, or its first."""
         assert self._pool is not None
         assert self._user is not None
         incarnation = self._pool.begin(device, self._engine_incarnation)
@@ -282,6 +295,7 @@ class Supervisor:
             workers=self._pool.incarnations,
             ramp=ramp_settings(config.control),
             leased=self.leased(),
+            most_devices=plan.most_devices,
             long_prompt_tokens=config.control.long_prompt_tokens,
         )
         file = folder / f"engine-{incarnation}.json"
@@ -291,7 +305,11 @@ class Supervisor:
         arguments += ["--control-fd", str(control)]
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._engine = Child(
-            "engine", arguments, spawner=self._spawner, descriptors=(control,), environment=threads
+            f"{self._who}engine",
+            arguments,
+            spawner=self._spawner,
+            descriptors=(control,),
+            environment=threads,
         )
         self._engine_began_s = self._clock.now()
         self._engine.ended.add_done_callback(lambda ended: self._on_engine_ended(ended.result()))
@@ -302,10 +320,10 @@ class Supervisor:
         if self._stopping or self.failed.done():
             return
         if self._user is None:
-            self._fail("engine", code)
+            self._fail(f"{self._who}engine", code)
             return
         lived_s = self._clock.now() - self._engine_began_s
-        reason = f"the engine ended with {describe_end(code)}"
+        reason = f"the {self._who}engine ended with {describe_end(code)}"
         log.warning("%s after %.1f s", reason, lived_s)
         self._user.engine_lost(reason)
         if self._link is not None:
@@ -317,7 +335,7 @@ class Supervisor:
         self._engine_incarnation += 1
         assert self._pool is not None
         self._pool.connect(self._engine_incarnation)
-        self._after_crash("engine", code, lived_s, self._replace_engine)
+        self._after_crash(f"{self._who}engine", code, lived_s, self._replace_engine)
 
     def _replace_engine(self) -> None:
         assert self._user is not None
@@ -335,6 +353,7 @@ class Supervisor:
 
     def _after_crash(self, name: str, code: int, lived_s: float, replace: Callable[[], None]) -> None:
         """Replace it after a pause, or give up."""
+        self.on_crash(name.removeprefix(self._who).partition(" ")[0])
         budget = self._budgets.setdefault(name, CrashBudget(self._config.crash_budget))
         pause_s = budget.crashed(self._clock.now(), lived_s)
         if pause_s is None:
@@ -369,9 +388,11 @@ class Supervisor:
             packed=bool(self._kernel_level),
         )
         control = control_bytes(plan.comm_slots, plan.devices)
-        self._memory = {
-            "weights": SharedMemory("weights", self._index.total_bytes),
-            "arena": SharedMemory("arena", plan.arena_bytes),
-            "exchange": SharedMemory("exchange", slot * plan.comm_slots),
-            "control": SharedMemory("control", control),
+        sizes = {
+            "weights": self._index.total_bytes,
+            "arena": plan.arena_bytes,
+            "exchange": slot * plan.comm_slots,
+            "control": control,
         }
+        prefix = self._who.replace(" ", "-")
+        self._memory = {kind: SharedMemory(f"{prefix}{kind}", size) for kind, size in sizes.items()}

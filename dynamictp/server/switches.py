@@ -24,6 +24,9 @@ MAX_LAYOUT_CHARS = 1024
 MAX_SWITCHES = 256
 """Switches remembered for `GET /admin/switches/{id}`."""
 
+WAITING = "devices"
+"""Phase of a switch that waits for devices which another model has."""
+
 Wait = Literal["none", "commit", "closed"]
 _ENDED = ("closed", "noop", "failed", "cancelled", "rolled_back")
 
@@ -39,10 +42,13 @@ class Times:
     """From the engine's receipt of the command to the first request that a new domain admitted."""
 
 
-def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) -> LayoutSpec | Layout:
+def check_layout(
+    text: str, degrees: Sequence[int], devices: int, model: str, *, pool: int = 0
+) -> LayoutSpec | Layout:
     """The layout that `text` asks for, placed if it names devices. Raises `LayoutRefused`, which lists the
-    legal ones.
+    legal ones. `devices` is how many it may take; of how many (`pool`), where those are more.
     """
+    pool = pool or devices
     legal = tuple(map(str, legal_specs(degrees, devices)))
     listing = f"; legal layouts: {', '.join(legal)}"
     if len(text) > MAX_LAYOUT_CHARS:
@@ -59,10 +65,8 @@ def check_layout(text: str, degrees: Sequence[int], devices: int, model: str) ->
                 known = ", ".join(map(str, degrees))
                 raise LayoutRefused(f"{shape}: this model on this node can be served at degree {known}")
         place(spec, devices, ())
-        if isinstance(layout, Layout) and max(layout.devices) >= devices:
-            raise LayoutRefused(
-                f"{layout} names device {max(layout.devices)}; the pool has 0 to {devices - 1}"
-            )
+        if isinstance(layout, Layout) and max(layout.devices) >= pool:
+            raise LayoutRefused(f"{layout} names device {max(layout.devices)}; the pool has 0 to {pool - 1}")
     except LayoutRefused as error:
         raise LayoutRefused(error.message + listing, legal=legal) from error
     return layout
@@ -90,9 +94,10 @@ def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, obje
     }
 
 
-def _log_end(status: SwitchStatus) -> None:
+def _log_end(status: SwitchStatus, model: str) -> None:
     log.info(
-        "switch_id=%s from=%s to=%s reason=%s outcome=%s handovers=%d recomputes=%d phases_ms=%s%s",
+        "%sswitch_id=%s from=%s to=%s reason=%s outcome=%s handovers=%d recomputes=%d phases_ms=%s%s",
+        f"model={model} " if model else "",
         status.switch_id,
         status.from_layout,
         status.to_layout,
@@ -108,8 +113,10 @@ def _log_end(status: SwitchStatus) -> None:
 class SwitchBoard:
     """Owner of the requested layout and of what is known about each switch."""
 
-    def __init__(self, incarnation: str) -> None:
-        """`incarnation` leads the switch ids, so that a restarted server never uses one again."""
+    def __init__(self, incarnation: str, model: str = "") -> None:
+        """`incarnation` leads the switch ids, so that a restarted server never uses one again. `model` is
+        named in the log, where there are several."""
+        self._model = model
         self._incarnation = incarnation
         self._switches: dict[str, SwitchStatus] = {}
         self._times: dict[str, Times] = {}
@@ -153,7 +160,7 @@ class SwitchBoard:
             times.committed = now
         if status.outcome in _ENDED:
             times.ended = now
-            _log_end(status)
+            _log_end(status, self._model)
         self._switches[status.switch_id] = status
         while len(self._switches) > MAX_SWITCHES:
             oldest = next(iter(self._switches))
@@ -204,11 +211,19 @@ class SwitchBoard:
         self.target = str(layout)
         return self.get(command.switch_id)
 
+    def announce(self, layout: str, observed: str) -> SwitchStatus:
+        """A switch that waits for its devices: in flight, and not yet commanded."""
+        status = SwitchStatus(self.new_id(), observed, layout, WAITING)
+        self.on_status(status)
+        self.target = layout
+        return status
+
     def command(self, command: SetLayout, observed: str, send: Callable[[Body], bool]) -> bool:
         """Send a command; one sent before only goes out again. False when there is no engine."""
         if not send(command):
             return False
-        if command.switch_id not in self._switches:
+        known = self._switches.get(command.switch_id)
+        if known is None or known.phase == WAITING:
             self.on_status(
                 SwitchStatus(command.switch_id, observed, command.layout, "decide", reason=command.reason)
             )
@@ -221,7 +236,9 @@ class SwitchBoard:
             raise SwitchConflict(
                 f"switch {switch_id} is past its commit: {status.outcome}", switch_id=switch_id
             )
-        if not send(CancelSwitch(switch_id)):
+        if status.phase == WAITING:
+            self.on_status(msgspec.structs.replace(status, outcome="cancelled"))
+        elif not send(CancelSwitch(switch_id)):
             raise CapacityError("the engine is restarting; try again")
 
     async def wait(self, switch_id: str, until: Wait, timeout_s: float) -> SwitchStatus | None:

@@ -66,9 +66,11 @@ class WorkerPool:
         spawner: Spawner,
         clock: Clock,
         on_ended: Ended,
+        label: str = "",
     ) -> None:
         """`start` says what a device's worker of an incarnation is to be; `descriptors` are those of the
-        shared memories by name."""
+        shared memories by name. `label` leads the processes' names."""
+        self._label = label
         self._start = start
         self._folder = folder
         self._descriptors = descriptors
@@ -110,12 +112,12 @@ class WorkerPool:
         spare, self._spare = self._spare, None
         if spare is not None:
             self._spare_deaths = 0
-        process = spare or self._spawn(f"worker {device}")
+        process = spare or self._spawn(f"{self._label}worker {device}")
         self._incarnations[device] += 1
         incarnation = self._incarnations[device]
         file = self._start_file(device, incarnation)
         file.write_bytes(msgspec.json.encode(self._start(device, incarnation)))
-        process.child.name = f"worker {device}"
+        process.child.name = f"{self._label}worker {device}"
         life = _Life(incarnation, process, self._clock.now())
         self._lives[device] = life
         process.child.ended.add_done_callback(lambda ended: self._ended(device, life, ended.result()))
@@ -142,7 +144,7 @@ class WorkerPool:
         if self._closed or self._spare is not None:
             return
         try:
-            process = self._spawn("spare worker")
+            process = self._spawn(f"{self._label}spare worker")
         except ResourceError as error:
             log.warning("no spare worker: %s", error)
             return

@@ -68,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def command(self, journal: Path) -> list[str]:
         return [
-            *serve_command("tp1", 2), "--mode", "dynamic", "--journal", str(journal),
+            *serve_command("tp1", 2, mode="dynamic"), "--journal", str(journal),
             "--shrink-after-s", f"{self.shrink_after_s:g}",
             "--slo-ttft-p99-s", f"{SLO.ttft_s:g}", "--slo-tpot-p99-ms", f"{SLO.tpot_s * 1e3:g}",
             "--slo-ttft-per-token-ms", f"{SLO.ttft_per_token_s * 1e3:g}",

@@ -25,6 +25,7 @@ from dynamictp.messages import (
     RequestEnd,
     SamplingParams,
     ServedBy,
+    SetDevices,
     SetLayout,
     Snapshot,
     SubmitRequest,
@@ -83,11 +84,15 @@ class FakeEngine:
     """While set, switches stay before their commit; `release_switches` lets them go on."""
     step_s: float = 0.0
     """Time between turns, in seconds."""
+    layout: str = "tp1@0"
+    """The first one, placed."""
+    leased: frozenset[int] = frozenset()
+    """Devices that no domain may be on, as the server said last."""
     received: list[Body] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._layout = Layout.parse("tp1@0")
+        self._layout = Layout.parse(self.layout)
         self._epoch = len(self._layout.domains)
         self._held: list[SetLayout] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,6 +160,8 @@ class FakeEngine:
                     del self.running[body.request_id]
                     end = RequestEnd(body.request_id, body.attempt, "cancelled", request.position)
                     self.link.send(Outputs(ends=(end,)))
+            case SetDevices():
+                self.leased = frozenset(body.leased)
             case SetLayout():
                 self._held.append(body)
                 if not self.hold_switches:
@@ -234,7 +241,9 @@ class FakeEngine:
                 self._report(command, before, "commit", "noop", {})
                 self.link.send(self.snapshot())
                 continue
-            self._layout = wanted if isinstance(wanted, Layout) else place(wanted, self.devices, ())
+            self._layout = (
+                wanted if isinstance(wanted, Layout) else place(wanted, self.devices, (), leased=self.leased)
+            )
             self._epoch += len(self._layout.domains)
             phases = {"prepare_views": 0.5, "prepare_communicator": 2.0, "proof": 1.0, "commit": 0.25}
             self._report(command, before, "commit", "committed", phases)

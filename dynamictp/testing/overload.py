@@ -85,7 +85,23 @@ class OverloadReport:
                 )
             ),
             f"Retry-After, s: {sorted(set(self.retry_after_s))}",
+            *self._criteria(),
+            f"faults {len(self.faults)}",
             *self.faults,
+        )
+
+    def _criteria(self) -> Sequence[str]:
+        """What must hold, and what was seen."""
+        results = (*self.before, *self.flood, *self.settling, *self.after)
+        taken = _taken(results)
+        within = sum(lateness(result) <= 1.0 for result in taken)
+        refusals = [result.end_s - result.sent_s for result in results if _refused(result)]
+        return (
+            f"who is taken begins within {TTFT_S:g} s + {TTFT_TOKEN_S * 1e3:g} ms a prompt token, 99 of 100: "
+            f"{within} of {len(taken)}",
+            f"P99 of refusals within {REFUSAL_S * 1e3:.0f} ms: {percentile(refusals, 99) * 1e3:.1f} ms",
+            f"nobody refused from {NORMAL_AGAIN_S:g} s after the flood on: "
+            f"{sum(map(_refused, self.after))} of {len(self.after)}",
         )
 
 

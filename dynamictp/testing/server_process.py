@@ -35,12 +35,16 @@ _UNJUDGED = "anonymous_mappings"
 class ServerProcess(server.ServerProcess):
     """`python -m dynamictp ARGUMENTS`, on a free port unless the arguments name one.
 
+    In static mode, unless they name another one or a file: layouts change when the test says so.
+
     Entering waits until it is ready at `url`; leaving ends it.
     """
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         port = () if "--port" in arguments else ("--port", "0")
-        super().__init__([sys.executable, "-m", "dynamictp", *arguments, *port], environment=environment)
+        mode = () if {"--mode", "--config"} & set(arguments) else ("--mode", "static")
+        command = [sys.executable, "-m", "dynamictp", *arguments, *port, *mode]
+        super().__init__(command, environment=environment)
         self.url = ""
 
     def __enter__(self) -> Self:

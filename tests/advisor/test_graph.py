@@ -27,6 +27,25 @@ def test_a_dgx_1_is_two_cliques_not_one() -> None:
     assert graph.islands() == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_usual_node_of_v100_is_a_dgx_1(devices: int) -> None:
+    device = find_device("v100-32g")
+    assumed = default_nodes(device, devices).topology
+    known = machine("dgx1", "v100-32g").nodes.topology
+    for a in range(devices):
+        assert [assumed.link(a, b) for b in range(devices)] == [known.link(a, b) for b in range(devices)]
+    assert default_nodes(device, 16).topology.link(0, 15) == Link(LinkKind.NVLINK, 6), "a DGX-2 has switches"
+
+
+@pytest.mark.parametrize("name", ["h100-pcie", "a100-80g-pcie", "l40s"])
+def test_cards_in_slots_are_joined_by_pcie_until_a_topology_says_otherwise(name: str) -> None:
+    device = find_device(name)
+    eight = default_nodes(device, 8).topology
+    assert eight.link(0, 1).kind is LinkKind.PIX
+    assert eight.link(0, 7).kind is LinkKind.SYS
+    assert default_nodes(device, 2).topology.link(0, 1).kind is LinkKind.PHB
+
+
 def test_rings_of_a_dgx_1() -> None:
     graph = machine("dgx1", "v100-32g").graph
     quad = graph.ring(range(4))

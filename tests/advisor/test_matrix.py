@@ -50,6 +50,7 @@ def test_every_deviation_is_explained_with_numbers(found: tuple[Cell, ...]) -> N
         why = deviation(cell)
         assert cell.winner is not None
         assert cell.winner.name in why
+        assert why.endswith("(rule 1)") == (cell.narrowest is not None and cell.narrowest.tp == 1)
         assert any(character.isdigit() for character in why)
     for cell in found:
         if cell.winner == cell.narrowest:
@@ -60,3 +61,10 @@ def test_the_page_has_every_model_and_machine(found: tuple[Cell, ...]) -> None:
     page = matrix_page(found=found)
     for name in (*MODELS.values(), "NVLink node", "PCIe node", "Two NVLink nodes"):
         assert name in page
+
+
+def test_the_page_says_what_a_lost_node_takes(found: tuple[Cell, ...]) -> None:
+    page = matrix_page(found=found)
+    (line,) = [line for line in page.splitlines() if line.startswith("- rule 7: what a lost node takes")]
+    assert "TP1 x 16 50% (7B/8B, 14B, 32B)" in line
+    assert "TP8 PP2 x 1 100% (405B)" in line

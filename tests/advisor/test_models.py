@@ -98,7 +98,8 @@ def test_quantised_checkpoints(quantisation: dict[str, Any], name: str, bits: fl
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"architectures": None}, "architecture"),
+        ({"architectures": None}, "`architectures` is missing and model_type None"),
+        ({"architectures": [], "model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers"),
         ({"num_hidden_layers": -2}, "num_hidden_layers"),
@@ -112,6 +113,12 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelRefused) as refused:
         shape_from_config(BASE | changes, "m", "config.json")
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_file_without_architectures_is_known_by_its_type(model_type: str) -> None:
+    shape = shape_from_config(BASE | {"architectures": None, "model_type": model_type}, "m", "config.json")
+    assert shape == shape_from_config(BASE, "m", "config.json")
 
 
 def test_shared_experts_and_skipped_layers() -> None:

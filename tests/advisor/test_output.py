@@ -72,6 +72,16 @@ def test_what_does_not_fit_says_what_would_help() -> None:
     assert "quantised weights" in text
 
 
+def test_a_request_that_no_degree_holds_says_that_it_is_the_kv() -> None:
+    device = find_device("t4")
+    nodes = build_machine(device, default_nodes(device, 2))
+    plan = make_plan(Question(named_model("llama-3.1-8b"), nodes, find_workload("qa"), context=131_072))
+    text = headline(plan)
+    assert text.startswith("The weights of llama-3.1-8b fit on 2 x t4, but not the KV of one request")
+    assert "one request needs 131,080" in text
+    assert "does not fit" not in text
+
+
 def test_an_impossible_load_is_said() -> None:
     device = find_device("l40s")
     nodes = build_machine(device, default_nodes(device, 8))

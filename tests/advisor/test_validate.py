@@ -9,11 +9,11 @@ from dynamictp.advisor import local
 from dynamictp.advisor.catalogue import named_model
 from dynamictp.advisor.local import Measured, local_machine, measured_by
 from dynamictp.advisor.search import Question, make_plan
-from dynamictp.advisor.validate import LAYOUTS, Comparison, Setup, compare, played, predict
+from dynamictp.advisor.validate import LAYOUTS, Comparison, Predicted, Setup, compare, played, predict
 from dynamictp.advisor.workloads import find_workload
 from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import Request
-from dynamictp.cost.calibration import Calibration, CalibrationPoint
+from dynamictp.cost.calibration import Calibration, CalibrationPoint, RequestPoint
 from dynamictp.cost.figures import Prediction
 from dynamictp.cost.shape import ModelShape
 from dynamictp.errors import FatalError
@@ -58,9 +58,10 @@ def test_a_calibration_brings_the_figures_its_ratios_refer_to() -> None:
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("workload", ["qa", "chat", "rag", "code"])
 def test_every_prediction_is_finite_and_in_order(layout: str, workload: str) -> None:
-    tokens_per_s, tpot, ttft = predict(question(), layout, find_workload(workload, SETUP.scale), SETUP)
-    assert tokens_per_s > 0
-    assert 0 < tpot < 1
+    found = predict(question(), layout, find_workload(workload, SETUP.scale), SETUP)
+    ttft = found.ttft
+    assert found.tokens_per_s > 0
+    assert 0 < found.tpot < 1
     assert ttft.bound <= ttft.low <= ttft.estimate <= ttft.high < 100
 
 
@@ -68,8 +69,43 @@ def test_a_slower_machine_is_predicted_slower() -> None:
     double = tuple(CalibrationPoint("base", tp, size, 2.0) for tp in (1, 2) for size in (1, 512))
     plain = predict(question(), "tp1", CHAT, SETUP)
     slower = predict(question(Calibration("m", "d", "test", double)), "tp1", CHAT, SETUP)
-    assert slower[0] < 0.7 * plain[0]
-    assert slower[1] > 1.5 * plain[1]
+    assert slower.tokens_per_s < 0.7 * plain.tokens_per_s
+    assert slower.tpot > 1.5 * plain.tpot
+
+
+def test_a_request_is_outside_of_steps_for_as_long_as_was_measured() -> None:
+    # Users of half a second outside of steps: 6 ÷ (0.5 + cycle) a second, and half a second more to the
+    # first token than with none.
+    points = tuple(CalibrationPoint("base", tp, size, 1.0) for tp in (1, 2) for size in (1, 512))
+    none, half = (
+        predict(
+            question(
+                Calibration("m", "d", "t", points, requests=(RequestPoint(0, seconds, seconds, seconds),))
+            ),
+            "tp2",
+            CHAT,
+            SETUP,
+        )
+        for seconds in (0.0, 0.5)
+    )
+    assert half.ttft.estimate - none.ttft.estimate == pytest.approx(0.5, abs=0.02)
+    cycle = 6 / (none.tokens_per_s / CHAT.mean_output)
+    assert half.tokens_per_s < none.tokens_per_s
+    assert half.tokens_per_s > none.tokens_per_s * cycle / (cycle + 0.5), "fewer rows make faster steps"
+
+
+def test_the_band_of_a_mean_has_its_sampling_error() -> None:
+    # Waits of 0.2 s standard deviation, 16 of them: 1.645 x 0.2 / 4 = 82 ms beside the model's own 100 ms.
+    found = Predicted(1.0, 0.1, Prediction(0.1, 0.4, 0.5, 0.6), wait_sigma=0.2)
+    error = (0.1**2 + (1.6449 * 0.2 / 4) ** 2) ** 0.5
+    band = found.ttft_of(16)
+    assert band.low == pytest.approx(0.5 - error, abs=1e-4)
+    assert band.high == pytest.approx(0.5 + error, abs=1e-4)
+    assert found.ttft_of(10**8).high == pytest.approx(0.6, abs=1e-4)
+    assert found.ttft_of(1).low == pytest.approx(0.5 - (0.1**2 + 0.329**2) ** 0.5, abs=1e-4)
+    assert msgspec.structs.replace(found, wait_sigma=0.5).ttft_of(1).low == 0.1, (
+        "never below what the hardware can"
+    )
 
 
 def result(sent_s: float, first_s: float, gap_s: float, tokens: int) -> Result:
@@ -88,7 +124,7 @@ def result(sent_s: float, first_s: float, gap_s: float, tokens: int) -> Result:
 
 def test_measured_figures_leave_the_start_out() -> None:
     results = [result(i, i + 0.2, 0.05, 11) for i in range(10)]
-    row = compare(results, (10.0, 0.05, Prediction(0.1, 0.15, 0.2, 0.3)), "tp1", "qa", SETUP)
+    row = compare(results, Predicted(10.0, 0.05, Prediction(0.1, 0.15, 0.2, 0.3), 0.0), "tp1", "qa", SETUP)
     # From second 2 on: eight requests of eleven tokens in eight seconds.
     assert row.tokens_per_s == pytest.approx(11.0)
     assert row.tpot == pytest.approx(0.05)
@@ -107,7 +143,7 @@ def test_what_is_off_does_not_hold() -> None:
 
 def test_a_run_without_a_finished_request_is_an_error() -> None:
     with pytest.raises(FatalError, match="no request finished"):
-        compare([], (1.0, 1.0, Prediction(0, 0, 0, 0)), "tp1", "qa", SETUP)
+        compare([], Predicted(1.0, 1.0, Prediction(0, 0, 0, 0), 0.0), "tp1", "qa", SETUP)
 
 
 def test_the_catalogue_and_the_local_limits_go_together() -> None:

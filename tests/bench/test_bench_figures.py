@@ -25,6 +25,7 @@ from dynamictp.bench.machine import (
     describe_machine,
     probe_memory,
 )
+from dynamictp.bench.metrics_cost import Side, cost_of
 from dynamictp.bench.result import Failure, FailureKind, Result
 from dynamictp.bench.rival import RivalFacts
 from dynamictp.bench.roofline import DecodeBytes, decode_bytes, roofline_ms, served_bytes
@@ -146,6 +147,25 @@ def test_the_tables_show_every_block_and_its_state() -> None:
                   "criterion held", "3.00", "2030-01-02", "abcdef0123+", "A and B; 1 repeated", "1.00 (12%)",
                   "0.25 (3%)", "batch 1: 8.80 ms"):  # fmt: skip
         assert words in output.getvalue()
+
+
+def test_what_metrics_cost_is_judged_by_the_rounds_ratios() -> None:
+    metered, silent = (Side(None, "", scraped) for scraped in (True, False))  # type: ignore[arg-type]
+    metered.tokens_per_s, metered.cpu_us, metered.scrape_s = [1, 500, 900, 594], [9, 30, 31, 32], [0.004]
+    silent.tokens_per_s, silent.cpu_us = [1, 505, 1000, 600], [9, 20, 21, 22]
+    cost = cost_of(metered, silent)
+    assert cost.ratio.value == pytest.approx(0.99)
+    assert (cost.rounds, cost.with_tokens_per_s, cost.without_cpu_us, cost.scrapes) == (3, 594, 21, 1)
+    assert cost.held
+    slow = replace(cost, ratio=replace(cost.ratio, value=0.97))
+    assert not slow.held
+    block = replace(figures(), metrics=Block("metrics", A, A, False, slow))
+    assert json.loads(msgspec.json.encode(as_json(block)))["metrics"]["figures"]["held"] is False
+    assert read_json(msgspec.json.encode(as_json(block))) == block
+    (sheet,) = [sheet for sheet in sheets(block) if sheet.title.startswith("Metrics")]
+    assert "at least 0.98: NOT held" in sheet.notes[0]
+    with pytest.raises(FatalError, match="no round"):
+        cost_of(*(replace(side, tokens_per_s=[1.0]) for side in (metered, silent)))
 
 
 def test_json_spells_out_verdict_and_states() -> None:

@@ -89,7 +89,8 @@ def test_the_command_asks_for_a_free_port() -> None:
     command = serve_command("tp1+tp1", devices=2)
     assert command[1:5] == ["-m", "dynamictp", "serve", "demo"]
     assert command[5:11] == ["--devices", "2", "--layout", "tp1+tp1", "--port", "0"]
-    assert command[11:] == ["--max-wait-s", "0"]
+    assert command[11:] == ["--max-wait-s", "0", "--mode", "static"]
+    assert serve_command("tp1", mode="dynamic")[-2:] == ["--mode", "dynamic"]
 
 
 async def test_a_switch_as_the_server_reports_it() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from dynamictp.cli.bench import bench
+from dynamictp.cli.bench import COMMON, bench
 from dynamictp.cli.bench_options import read_keys
 from dynamictp.errors import ConfigError
 from tests.bench import openai_server
@@ -25,6 +26,24 @@ def test_an_address_may_come_without_the_command() -> None:
         seen = run(*arguments, "--arrivals", "constant:2", "--duration", "10")
         assert seen.exit_code == 0, seen.output
         assert "20 requests over 10 s" in seen.output
+
+
+def test_a_rate_is_short_for_random_arrivals() -> None:
+    plan = ("--duration", "10", "--dry-run")
+    assert run(URL, "--rate", "2", *plan).output == run(URL, "--arrivals", "poisson:2", *plan).output
+    assert run(URL, *plan).output == run(URL, "--arrivals", "poisson:1", *plan).output
+    both = run(URL, "--rate", "2", "--arrivals", "constant:2")
+    assert isinstance(both.exception, ConfigError)
+    assert "give one" in str(both.exception)
+
+
+def test_the_help_of_the_group_names_options_that_exist() -> None:
+    text = run("--help").output
+    assert "bench run --help" in text
+    named = set(re.findall(r"--[a-z-]+", " ".join(option for option, _ in COMMON)))
+    known = {flag for option in bench.commands["run"].params for flag in option.opts}
+    assert {"--rate", "--html"} <= named <= known
+    assert all(flag in text for flag in named)
 
 
 def test_a_file_of_flags_gives_defaults(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_torch_stays_out() -> None:
         (("llama-3-8b", "--device", "abacus"), 2, "describe it in a YAML file"),
         (("llama-3-8b", "--device", "a10", "--workload", "poems"), 2, "poems"),
         (("llama-3-8b", "--device", "a10", "--rate", "0"), 2, "--rate"),
+        (("llama-3-8b", "--device", "a10", "--context", "9999999"), 2, "holds up to 8192"),
         (("llama-3-8b", "--device", "a10", "--topology", "/no/such/file"), 2, "/no/such/file"),
         (("llama-3-8b", "--device", "a10", "--objective", "beauty"), 2, "beauty"),
         (("llama-3-8b", "--device", "local", "--nodes", "2"), 2, "--nodes"),

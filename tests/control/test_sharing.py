@@ -10,7 +10,7 @@ import pytest
 
 from dynamictp.control.arbitration import Demand
 from dynamictp.control.reconciler import Observed, Reconciler, Target
-from dynamictp.control.sharing import allowance, divide
+from dynamictp.control.sharing import Held, allowance, deadlocked, divide, reach
 from dynamictp.layout import Layout
 from dynamictp.messages import ArenaFacts, CancelSwitch, SetDevices, SetLayout, SwitchStatus
 from tests.engine.engine_simulation import HEADS, PAGE, Simulation, Stream, engine_start
@@ -138,3 +138,60 @@ def test_six_and_two_become_four_and_four_and_come_back(priority: int) -> None:
         model.sim.check_idle()
         assert all(stream.tokens == stream.expected for stream in model.streams)
         assert len(model.streams) == 40
+
+
+def test_named_devices_are_left_to_whoever_named_them() -> None:
+    demands = [Demand("a", 1), Demand("b", 2, least=2, at=frozenset({0, 1}))]
+    assert divide(demands, range(3), {}, {}) == {"a": frozenset({2}), "b": frozenset({0, 1})}
+    # What another one uses is waited for; what it only holds is taken.
+    held = {"a": frozenset({0, 1}), "b": frozenset({2})}
+    used = {"a": frozenset({0}), "b": frozenset({2})}
+    assert divide(demands, range(3), held, used) == {"a": frozenset({0}), "b": frozenset({1, 2})}
+
+
+def test_equal_demands_leave_a_device_where_it_is() -> None:
+    """Whoever stands first among equals gets it, and the caller lets the holder stand first."""
+    held = {"a": frozenset({0}), "b": frozenset({1, 2})}
+    assert divide([Demand("b", 2), Demand("a", 2)], range(3), held, held) == held
+
+
+def test_reach_is_what_a_model_could_have_at_once() -> None:
+    held = {"a": frozenset({0, 1}), "b": frozenset({2})}
+    low, high = Demand("a", 2), Demand("b", 2, priority=1)
+    assert reach(Demand("a", 3), [low, Demand("b", 1)], 4, held, 1) == 3
+    assert reach(Demand("a", 3), [low, high], 3, held, 0) == 1
+    assert reach(Demand("b", 3, priority=1), [low, high], 3, held, 0) == 1
+    assert reach(Demand("b", 3, priority=1), [low, high], 4, held, 1) == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stuck"),
+    [
+        ({"a": {3}, "b": {0, 1}}, ()),
+        ({"a": {2}, "b": {0, 1}}, ("a", "b")),
+        ({"a": {1, 2}, "b": {0}}, ("a", "b")),
+        ({"a": {0}, "b": {1, 2}}, ()),
+        ({"b": {0}}, ("b",)),
+    ],
+)
+def test_models_that_would_wait_for_each_other_for_ever(
+    wanted: dict[str, set[int]], stuck: tuple[str, ...]
+) -> None:
+    held = {"a": frozenset({0, 1}), "b": frozenset({2})}
+    found = deadlocked({model: frozenset(devices) for model, devices in wanted.items()}, held, {3})
+    assert found == stuck
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_divisions_are_disjoint_and_keep_what_is_used(seed: int) -> None:
+    chance = random.Random(seed)
+    names = ["a", "b", "c"]
+    held: Held = dict.fromkeys(names, frozenset())
+    for _ in range(50):
+        devices = frozenset(chance.sample(range(8), chance.randrange(3, 9)))
+        used = {n: frozenset(d for d in held[n] & devices if chance.random() < 0.5) for n in names}
+        demands = [Demand(n, chance.randrange(1, 8), chance.randrange(2)) for n in names]
+        divided = divide(demands, devices, held, used)
+        assert sum(map(len, divided.values())) == len(frozenset().union(*divided.values()))
+        assert all(used[n] <= divided[n] <= devices for n in names)
+        held = divided

@@ -59,6 +59,41 @@ def test_little_kv_bounds_the_batch() -> None:
     assert replica(RAG, kv=2_000).max_batch == 0, "not even the longest request"
 
 
+def test_the_batch_that_kv_holds_by_hand() -> None:
+    # Constant lengths: contexts go evenly from 1,000 to 1,200: mean 1,100, variance 200^2 / 12. Pages of 16
+    # add 8. B x 1,108 + 2.33 x 57.7 x sqrt(B) = 30,000: at B = 26 it is 29,494, at 27 it is 30,615.
+    constant = Workload("c", (RequestClass("c", Lengths(1000, 1000), Lengths(200, 200)),))
+    assert constant.running_context == 1100
+    assert constant.running_context_variance == pytest.approx(200**2 / 12)
+    assert replica(constant, kv=30_000).max_batch == 26
+
+
+def test_capacity_and_stretch_by_hand() -> None:
+    # Little's law: a rate of B / (E[n] d + B m) keeps B rows decoding; prompts take rate x m of the time, and
+    # a token takes d / (1 - rate m).
+    model = replica(CHAT)
+    rows = float(model.max_batch)
+    m = sum(weight * cost.added for weight, cost in model.prompt_costs(rows))
+    rate = rows / (299 * model.decode_s(rows) + rows * m)
+    assert CHAT.mean_output == pytest.approx(300, rel=1e-3)
+    assert model.capacity() == pytest.approx(rate, rel=2e-3)
+    state = model.state(rate, rows)
+    assert state.tpot_s == pytest.approx(model.decode_s(rows) / (1 - rate * m))
+    assert state.batch == pytest.approx(rate * 299 * state.tpot_s, rel=2e-3)
+
+
+def test_a_chunk_leaves_the_step_within_its_time() -> None:
+    # Of 100 ms, d(8) go to the rows; the rest buys tokens at base(2,048) / 2,048 each, a page at least.
+    steps = StepModel(Domain(LLAMA_8B, A100, 1, link=NVLINK))
+    limits = EngineLimits(max_batched_tokens=2048, max_num_seqs=64, max_step_s=0.1)
+    model = Replica(steps, CHAT, limits, KV_TOKENS)
+    per_token = steps.base(2048, 1).total_s / 2048
+    assert model.chunk_tokens(8) == pytest.approx((0.1 - model.decode_s(8)) / per_token)
+    assert model.chunk_tokens(0) == 2048
+    tight = Replica(steps, CHAT, EngineLimits(max_step_s=1e-3), KV_TOKENS)
+    assert tight.chunk_tokens(8) == 16
+
+
 @pytest.mark.parametrize("workload", [CHAT, RAG])
 def test_latency_grows_with_load(workload: Workload) -> None:
     model = replica(workload)
@@ -94,6 +129,25 @@ def test_the_ideal_corner_bounds_the_others() -> None:
     for metric in ("ttft_p50", "ttft_p99", "tpot_mean", "e2e_p99"):
         values = [getattr(latency, metric) for latency in found]
         assert values == sorted(values), f"{metric}: ideal, fast, expected, slow"
+
+
+def test_the_first_token_of_an_idle_replica_is_its_prompt_and_the_way_there_and_back() -> None:
+    model = replica(CHAT)
+    latency = model.latency(1e-9, 1, Targets())
+    alone = sum(node.weight * model.steps.prompt(node.tokens, 2048).total_s for node in CHAT.prompts)
+    assert latency.ttft_mean == pytest.approx(alone + 5e-3, rel=1e-3), "5 ms assumed outside of steps"
+    assert replica(CHAT, Corner.IDEAL).latency(1e-9, 1, Targets()).ttft_mean < alone, "no host at the bound"
+
+
+def test_a_busy_replica_makes_a_prompt_wait_for_steps() -> None:
+    # Nearly no prompts beside (their share of time is 0.2 %): half a step, one planned ahead, then its own.
+    few = Workload("few", (RequestClass("few", Lengths(16, 16), Lengths(4000, 4000)),))
+    model = replica(few)
+    state = model.steady(8 / (3999 * model.decode_s(8)))
+    assert state.batch == pytest.approx(8, rel=0.02)
+    ((_, first),) = model.services(state, model.prompt_costs(state.batch))
+    added = model.prompt(16, state.batch).added
+    assert first == pytest.approx(5e-3 + 2.5 * state.decode_step_s + added, rel=0.01)
 
 
 @pytest.mark.parametrize(("workload", "load"), [(CHAT, 0.5), (RAG, 0.5), (RAG, 0.75)])

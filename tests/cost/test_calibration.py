@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from dynamictp.cost.calibration import CLAMP, Calibration, CalibrationPoint
+from dynamictp.cost.calibration import CLAMP, Calibration, CalibrationPoint, RequestPoint
+from dynamictp.cost.figures import Corner
 from dynamictp.errors import ConfigError
 
 POINTS = (
@@ -50,9 +52,40 @@ def test_absurd_ratios_are_pegged_and_say_so() -> None:
     assert CALIBRATION.degrees == (1, 4)
 
 
+REQUESTS = (RequestPoint(0, 4e-3, 3e-3, 6e-3), RequestPoint(2, 12e-3, 8e-3, 20e-3))
+
+
+@pytest.mark.parametrize(
+    ("busy", "value", "better", "worse"),
+    [(0, 4e-3, 3e-3, 6e-3), (1, 8e-3, 5.5e-3, 13e-3), (2, 12e-3, 8e-3, 20e-3), (8, 12e-3, 8e-3, 20e-3)],
+)
+def test_requests_outside_of_steps_are_linear_in_busy_devices(
+    busy: int, value: float, better: float, worse: float
+) -> None:
+    found = msgspec.structs.replace(CALIBRATION, requests=REQUESTS).request_s(busy)
+    assert found is not None
+    assert (found.value, found.better, found.worse) == pytest.approx((value, better, worse))
+    assert found.provenance == "measured"
+    assert found.at(Corner.IDEAL) == 0
+    assert CALIBRATION.request_s(busy) is None
+
+
 def test_a_file_keeps_everything(tmp_path: Path) -> None:
-    CALIBRATION.save(tmp_path / "c.json")
-    assert Calibration.load(tmp_path / "c.json") == CALIBRATION
+    whole = msgspec.structs.replace(CALIBRATION, requests=REQUESTS)
+    whole.save(tmp_path / "c.json")
+    assert Calibration.load(tmp_path / "c.json") == whole
+
+
+def test_a_file_of_before_requests_were_measured_is_read(tmp_path: Path) -> None:
+    old = '{"model": "m", "device": "d", "source": "s", "points": []}'
+    (tmp_path / "c.json").write_text(old)
+    assert Calibration.load(tmp_path / "c.json").requests == ()
+
+
+def test_requests_out_of_order_are_refused(tmp_path: Path) -> None:
+    msgspec.structs.replace(CALIBRATION, requests=REQUESTS[::-1]).save(tmp_path / "c.json")
+    with pytest.raises(ConfigError, match="unusable"):
+        Calibration.load(tmp_path / "c.json")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"model": 3}', "[]"])

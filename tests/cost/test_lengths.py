@@ -21,6 +21,14 @@ def test_mean_and_p95_are_those_asked_for() -> None:
     assert sum(node.weight for node in lengths.nodes) == pytest.approx(1)
 
 
+def test_sigma_of_a_log_normal_by_hand() -> None:
+    # P95 / mean = exp(z s - s^2 / 2), z = 1.645. Mean 100, P95 250:
+    # s = 1.645 - sqrt(1.645^2 - 2 ln 2.5) = 0.7107, and the median is 100 exp(-s^2 / 2) = 77.7.
+    lengths = Lengths(100, 250)
+    assert lengths.sigma == pytest.approx(0.7107, abs=2e-4)
+    assert lengths.median == pytest.approx(77.7, abs=0.05)
+
+
 def test_the_median_of_a_log_normal() -> None:
     lengths = Lengths(100, 250)
     assert lengths.median == pytest.approx(100 * math.exp(-(lengths.sigma**2) / 2))

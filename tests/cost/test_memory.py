@@ -6,7 +6,7 @@ import pytest
 
 from dynamictp.cost.figures import Figure
 from dynamictp.cost.hardware import GIB, DeviceFacts, EngineLimits
-from dynamictp.cost.memory import memory_plan, rank_weight_bytes, sequence_tokens
+from dynamictp.cost.memory import activation_bytes, memory_plan, rank_weight_bytes, sequence_tokens
 from dynamictp.cost.shape import ModelShape
 
 LLAMA_70B = ModelShape("70b", 80, 8192, 64, 8, 128, 28672, 128256, 8192)
@@ -83,6 +83,15 @@ def test_a_shared_memory_holds_the_weights_once() -> None:
     assert one.weights == two.weights == TIED.weight_bytes / 2
     assert one.kv_bytes == GIB
     assert two.kv_tokens == 2 * one.kv_tokens
+
+
+def test_buffers_of_the_largest_step() -> None:
+    # At TP4, per token and layer: 3 x 8,192 hidden, (64 + 16) x 128 / 4 = 2,560 of QKV, 2 x 28,672 / 4 =
+    # 14,336 of the gated MLP: 41,472 elements x 2 bytes x 2 layers = 166 KB. x 2,048 tokens = 340 MB, and 256
+    # rows of fp32 logits, 256 x 128,256 x 4 = 131 MB.
+    found = activation_bytes(LLAMA_70B, 4, EngineLimits(max_batched_tokens=2048, max_num_seqs=256))
+    assert found == 2048 * 41_472 * 4 + 256 * 128_256 * 4
+    assert found == pytest.approx(471e6, rel=2e-3)
 
 
 def test_a_sequence_holds_half_a_page_more() -> None:

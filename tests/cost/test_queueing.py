@@ -34,9 +34,23 @@ def test_several_servers_are_exact_for_exponential_service() -> None:
     assert mgc_wait(1.0, 1.0, 2.0, 2).mean == pytest.approx(1 / 3)
 
 
+def test_several_servers_scale_with_the_variability_of_service() -> None:
+    # Lee and Longton 1959: W(M/G/c) = (1 + cv^2) / 2 x W(M/M/c). Constant service halves the 1/3 of M/M/2;
+    # cv^2 = 3 doubles it.
+    assert mgc_wait(1.0, 1.0, 1.0, 2).mean == pytest.approx(1 / 6)
+    assert mgc_wait(1.0, 1.0, 4.0, 2).mean == pytest.approx(2 / 3)
+
+
 def test_more_load_than_servers_never_ends() -> None:
     assert mgc_wait(2.0, 1.0, 1.0, 2) == Wait(1.0, math.inf)
     assert quantile_of_sum(0.99, [(1.0, 1.0)], [Wait(1.0, math.inf)]) == math.inf
+
+
+def test_the_variance_of_a_wait() -> None:
+    # M/M/1 at load 0.5, service 1: W has P(W > t) = 0.5 exp(-0.5 t); E[W] = 1, E[W^2] = 0.5 x 2 x 4 = 4.
+    wait = mgc_wait(0.5, 1.0, 2.0, 1)
+    assert wait.mean == pytest.approx(1.0)
+    assert wait.variance == pytest.approx(4.0 - 1.0)
 
 
 def test_quantile_of_a_wait_before_a_constant_service() -> None:

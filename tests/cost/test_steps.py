@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dynamictp.cost.calibration import Calibration, CalibrationPoint
+from dynamictp.cost.calibration import Calibration, CalibrationPoint, RequestPoint
 from dynamictp.cost.collectives import all_reduce_s
 from dynamictp.cost.figures import Corner, Figure
 from dynamictp.cost.hardware import Assumptions, DeviceFacts, LinkFacts
@@ -124,6 +124,31 @@ def test_cores_share_one_memory() -> None:
     assert together == pytest.approx(alone / (36 / 28), rel=0.02), "TP2 gains what the memory gains"
 
 
+def test_an_exchange_through_memory_by_hand() -> None:
+    # Design 4: five exchanges a layer, each a barrier of 1 us and a write and a read of a rank's half of
+    # 64 tokens x 576 x 2 bytes: 73.7 KB over 36 GB/s = 2.05 us. 30 layers: 150 x 3.05 us = 457 us. Then half
+    # of the logits of 4 rows, 4 x 49,152 x 2 / 2 = 197 KB = 5.5 us.
+    core = DeviceFacts(
+        "core", 4e9, Figure(28e9, "measured", "x"), Figure(2e12, "measured", "x"), shared_memory=True,
+        node_devices=2,
+    )  # fmt: skip
+    shape = ModelShape("smol", 30, 576, 9, 3, 64, 1536, 49152, 8192, tied_head=True)
+    memory = LinkFacts("memory", Figure(36e9, "measured", "x"), Figure(1e-6, "measured", "x"))
+    found = ideal(Domain(shape, core, 2, link=memory)).communication_s(64, 4)
+    assert found == pytest.approx(457e-6 + 5.5e-6, rel=2e-3)
+
+
+def test_stages_send_their_activations_once() -> None:
+    # Narayanan et al. 2021: tokens x hidden at each boundary, cut by TP: 1,024 x 5,120 x 2 bytes / 25 GB/s =
+    # 419 us and 5 us of latency, over two boundaries.
+    network = LinkFacts("network", Figure(25e9, "assumed", "x"), Figure(5e-6, "assumed", "x"))
+    three = ideal(Domain(LLAMA_13B, A100_80G, 1, 3, stage_link=network))
+    assert three.communication_s(1024, 1) == pytest.approx(2 * (419.4e-6 + 5e-6), rel=1e-3)
+    cut = ideal(Domain(LLAMA_13B, A100_80G, 2, 3, link=NVLINK, stage_link=network))
+    inside = ideal(Domain(LLAMA_13B, A100_80G, 2, link=NVLINK)).communication_s(1024, 1)
+    assert cut.communication_s(1024, 1) - inside == pytest.approx(2 * (209.7e-6 + 5e-6), rel=1e-3)
+
+
 def test_calibration_replaces_the_assumptions() -> None:
     points = (CalibrationPoint("base", 1, 1, 2.0), CalibrationPoint("base", 1, 64, 4.0))
     calibration = Calibration("13b", "a100", "test", points)
@@ -137,6 +162,30 @@ def test_calibration_replaces_the_assumptions() -> None:
     assert slow.base(1, 1).total_s == pytest.approx(1.15 * corrected.base(1, 1).total_s)
     bound = StepModel(msgspec.structs.replace(domain, calibration=calibration), Corner.IDEAL)
     assert bound.base(1, 1) == StepModel(domain, Corner.IDEAL).base(1, 1), "physics is not corrected"
+
+
+def test_a_request_outside_of_steps_is_assumed_until_it_is_measured() -> None:
+    domain = Domain(LLAMA_13B, A100_40G, 1)
+    assumed = Assumptions().request_overhead_s
+    for corner, seconds in ((Corner.FAST, assumed.better), (Corner.EXPECTED, 5e-3), (Corner.IDEAL, 0.0)):
+        steps = StepModel(domain, corner)
+        assert steps.request_s(busy=False) == steps.request_s(busy=True) == seconds
+
+
+def test_a_request_takes_longer_where_the_cores_compute() -> None:
+    # 4 ms on an idle node, 12 ms beside two busy cores: 8 ms beside that of tp1, 12 beside tp1 + tp1.
+    points = (RequestPoint(0, 4e-3, 3e-3, 6e-3), RequestPoint(2, 12e-3, 9e-3, 20e-3))
+    calibration = Calibration("13b", "core", "test", (), requests=points)
+    alone = Domain(LLAMA_13B, A100_40G, 1, calibration=calibration)
+    both = msgspec.structs.replace(alone, active_devices=2)
+    pair = msgspec.structs.replace(alone, tp=2, link=NVLINK)
+    assert StepModel(alone).request_s(busy=False) == pytest.approx(4e-3)
+    assert StepModel(alone).request_s(busy=True) == pytest.approx(8e-3)
+    assert (
+        StepModel(both).request_s(busy=True) == StepModel(pair).request_s(busy=True) == pytest.approx(12e-3)
+    )
+    assert StepModel(pair, Corner.SLOW).request_s(busy=True) == pytest.approx(20e-3), "the upper quartile"
+    assert StepModel(pair, Corner.IDEAL).request_s(busy=True) == 0
 
 
 def test_what_is_missing_is_named() -> None:

@@ -19,7 +19,6 @@ from tests.e2e.live import Api, until
 pytestmark = pytest.mark.e2e
 
 CONFIG = """
-mode: dynamic
 shrink_after_s: 4
 min_interval_s: 1
 slow_window_s: 3

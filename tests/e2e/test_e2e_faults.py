@@ -86,6 +86,7 @@ def test_streams_keep_every_bit_over_a_fault(
     api: Api, server: ServerProcess, victim: str, number: signal.Signals
 ) -> None:
     before = niceness(server)
+    crashes = api.metric("dtp_process_crashes_total", process=victim)
     with api.stream(PROMPTS[0], 100, **SHOWN) as first, api.stream(PROMPTS[1], 100, **SHOWN) as second:
         for stream, events in (first, second):
             read_tokens(stream, events, 5)
@@ -94,6 +95,9 @@ def test_streams_keep_every_bit_over_a_fault(
             list(events)
     until(lambda: whole(api, server), "everything is there again", 60.0)
     assert niceness(server) == before
+    # SIGUSR1 makes a step raise: that worker lives.
+    died = number != signal.SIGUSR1
+    assert api.metric("dtp_process_crashes_total", process=victim) == crashes + died
     assert api.layout()["observed"] == "tp2"
     for prompt, (stream, _) in zip(PROMPTS, (first, second), strict=True):
         assert stream.done

@@ -6,6 +6,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -168,6 +170,27 @@ def test_a_killed_server_takes_its_children_with_it() -> None:
         assert server.wait_exit(END_S) == -signal.SIGKILL
         with socket.create_server(("127.0.0.1", running.port)):
             pass
+
+
+def test_a_server_killed_in_mid_ramp_with_a_leased_device() -> None:
+    with watched("--devices", "3") as running, Api(running.server.wait_ready(60.0)) as api:
+        server = running.server
+        command = [sys.executable, "-m", "dynamictp", "lease", "--url", api.url, "--", "sleep", "600"]
+        job = subprocess.Popen(command)
+        try:
+            until(lambda: api.http.get("/admin/leases").json()["leases"], "a device is leased")
+            ramp = api.put_layout("tp1@1", wait="none", ramp=True).json()["switch"]["id"]
+            path = f"/admin/switches/{ramp}"
+            until(lambda: api.http.get(path).json()["switch"]["ramp_share"] > 0, "the ramp begins")
+            running.watch_children()
+            server.send_signal(signal.SIGKILL)
+            running.assert_children_end(2.0)
+            # It would wait 15 s for the server to come back.
+            job.terminate()
+            assert job.wait(END_S) == 128 + signal.SIGTERM
+        finally:
+            job.kill()
+            job.wait()
 
 
 def test_a_server_killed_during_the_start_leaves_no_process() -> None:

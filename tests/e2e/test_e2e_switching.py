@@ -145,6 +145,10 @@ def test_without_a_wait_the_switch_is_followed_by_its_id(api: Api) -> None:
     switch = api.http.get(path).json()["switch"]
     assert (switch["from"], switch["to"], switch["weight_bytes_copied"]) == ("tp1", "tp2", 0)
     assert {"prepare_views", "prepare_communicator", "proof", "commit"} <= switch["phases_ms"].keys()
+    assert switch["first_admitted_ms"] is None
+    api.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
+    admitted_ms = api.http.get(path).json()["switch"]["first_admitted_ms"]
+    assert admitted_ms > sum(switch["phases_ms"][phase] for phase in ("proof", "commit", "drain", "close"))
     unknown = api.http.get("/admin/switches/nonsense")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "switch_not_found")
 

@@ -14,7 +14,14 @@ from itertools import product
 
 import pytest
 
-from dynamictp.messages import CancelSwitch, DomainBroken, RampSettings
+from dynamictp.messages import (
+    CancelSwitch,
+    DomainBroken,
+    RampSettings,
+    WorkerGone,
+    WorkerHello,
+    WorkerStarted,
+)
 from tests.engine.engine_simulation import TERMINAL, Simulation, Stream, engine_start
 
 SOURCE, TARGET = "tp1@0+tp1@2", "tp2@0,1"
@@ -147,6 +154,25 @@ def test_a_worker_lost_in_any_phase(phase: str, side: str, kind: str) -> None:
     scene.judge(phase)
     if side != "old" and phase in ("prepare", "proof", "probe", "share", "settle"):
         assert scene.sim.statuses[scene.switch].outcome in ("failed", "rolled_back")
+
+
+@pytest.mark.parametrize("ramp", [False, True])
+def test_a_switch_to_a_device_whose_worker_is_away_waits_for_the_next_one(ramp: bool) -> None:
+    """As the planner's may be commanded while a worker is being replaced."""
+    scene = Scene("step")
+    sim = scene.sim
+    gone = sim.cluster.workers[1]
+    sim.core.on_server(WorkerGone(1, gone.incarnation, "exit code -9"))
+    sim.cluster.replace(1)
+    scene.switch = switch = sim.set_layout(TARGET, ramp=ramp)
+    after = sim.clock.now() + 0.5
+    scene.until(lambda: sim.clock.now() >= after)
+    assert (sim.statuses[switch].phase, sim.statuses[switch].outcome) == ("prepare", "")
+    assert all(stream.tokens == stream.expected for stream in scene.streams if stream.end)
+    sim.core.on_server(WorkerStarted(1, gone.incarnation + 1))
+    sim.from_worker(1, WorkerHello(1, gone.incarnation + 1, 1))
+    scene.until(lambda: sim.statuses[switch].outcome == "closed")
+    scene.judge("step")
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -267,6 +267,9 @@ def test_the_advertised_context_is_that_of_the_layout_in_force_or_of_the_widest_
     dynamic = simulation(arena=arena, mode="dynamic")
     assert dynamic.ready is not None
     assert dynamic.ready.max_model_len == 8 * PAGE  # 70 % of 12 blocks
+    alone = simulation(arena=arena, mode="dynamic", devices=1, legal_degrees=(1,))
+    assert alone.ready is not None
+    assert alone.ready.max_model_len == 12 * PAGE  # nothing to change to
 
 
 def test_messages_of_a_switch_go_views_then_proof_then_close_in_queue_order() -> None:

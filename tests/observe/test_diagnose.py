@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamictp.bench.record import Bench, ClientFacts, LayoutSample, Run, ServerFacts, Slo, write_json
 from dynamictp.cli import cli
+from dynamictp.cli.diagnose import of_models
 from dynamictp.messages import ArenaFacts, DomainStatus, Snapshot, StepTotals
-from dynamictp.observe.diagnose import HEADLINES, Diagnosis, Verdict, diagnose
+from dynamictp.observe.diagnose import Diagnosis, diagnose
 from dynamictp.observe.figures import Figures, figures_of
+from dynamictp.observe.findings import HEADLINES, Verdict
 from dynamictp.observe.samples import Samples, parse_samples
 from dynamictp.server.metrics import Metrics
 from tests.engine.engine_simulation import HEADS, PAGE, Simulation, engine_start
@@ -131,7 +136,7 @@ def test_waiting_beside_free_slots_with_full_pages_is_a_matter_of_memory() -> No
         ({"engine_cores": 1.0}, "engine process used 1.00"),
         ({"steal_cores": 0.4, "decode": NEIGHBOURED.decode}, "hypervisor took 0.4"),
         ({"foreign_cores": 0.6, "decode": NEIGHBOURED.decode}, "other processes used 0.6"),
-        ({"decode": {"weights": 3.0, "other": 6.0}}, "67 % of the time is neither"),
+        ({"decode": {"weights": 3.0, "other": 5.0, "host": 1.0}}, "67 % of the time is neither"),
     ],
 )
 def test_what_is_around_the_model_is_named(changes: dict[str, object], said: str) -> None:
@@ -159,8 +164,101 @@ def test_refused_requests_are_a_queue_that_is_not_seen() -> None:
     assert diagnose(replace(refusing, running=2, kv_usage=1.0)).verdict is Verdict.KV_FULL
 
 
-def test_every_verdict_has_its_headline() -> None:
+def test_ranks_that_share_a_core_wait_for_each_other_whoever_else_is_there() -> None:
+    shared = replace(NEIGHBOURED, foreign_cores=1.4, ranks_per_core=2)
+    first, *others = diagnose(shared).findings
+    assert first.verdict is Verdict.COMMUNICATION
+    assert "2 ranks share a core" in first.evidence[1]
+    assert "other processes used 1.4" in first.evidence[2]
+    assert "one device per core" in first.advice[0].text
+    assert Verdict.HOST not in [finding.verdict for finding in others]
+    assert diagnose(replace(shared, degree=1)).verdict is Verdict.HOST
+
+
+def test_of_host_and_communication_the_larger_share_comes_first() -> None:
+    waits = replace(ONE_STREAM, decode={"weights": 0.4, "wait": 5.0, "other": 1.3, "host": 3.0})
+    assert verdicts(diagnose(waits)) == [Verdict.COMMUNICATION, Verdict.HOST]
+    hosts = replace(ONE_STREAM, decode={"weights": 0.4, "wait": 3.0, "other": 1.3, "host": 5.0})
+    assert verdicts(diagnose(hosts)) == [Verdict.HOST, Verdict.COMMUNICATION]
+    assert verdicts(diagnose(replace(waits, engine_cores=0.95)))[0] is Verdict.HOST
+
+
+def test_what_takes_less_than_half_of_the_time_is_not_called_a_limit_beside_a_trouble() -> None:
+    waits = replace(ONE_STREAM, decode={"weights": 4.0, "wait": 6.0})
+    assert verdicts(diagnose(waits)) == [Verdict.COMMUNICATION]
+    assert verdicts(diagnose(replace(waits, decode={"weights": 6.0, "wait": 4.0}))) == [
+        Verdict.COMMUNICATION,
+        Verdict.MEMORY,
+    ]
+
+
+def test_steps_that_say_nothing_of_themselves_are_not_taken_for_host_code() -> None:
+    torch = replace(ONE_STREAM, decode={"other": 9.9, "host": 0.1})
+    diagnosis = diagnose(torch)
+    assert verdicts(diagnosis) == [Verdict.MEMORY]
+    assert "torch kernels" in diagnosis.findings[0].evidence[1]
+    assert "native kernels" in diagnosis.findings[0].advice[0].text
+    assert diagnose(replace(torch, running=32, tokens=32 * 1700)).verdict is Verdict.COMPUTE
+
+
+def test_a_step_that_outlasts_the_watch_is_not_taken_for_a_hang() -> None:
+    waiting = Figures(3.0, running=4, waiting=2, worker_cores=1.8, foreign_cores=1.2)
+    (finding,) = diagnose(waiting).findings
+    assert finding.verdict is Verdict.STALLED
+    assert "workers used 1.8 cores" in finding.evidence[1]
+    assert "other processes used 1.2" in finding.evidence[2]
+    assert any("--seconds" in advice.text for advice in finding.advice)
+    (hung,) = diagnose(replace(waiting, worker_cores=0.01, foreign_cores=0.0)).findings
+    assert len(hung.evidence) == 1
+    assert "/ready" in hung.advice[0].text
+
+
+parts = st.fixed_dictionaries(
+    {part: st.floats(0, 10) for part in ("weights", "attention", "wait", "other", "host")}
+)
+cores = st.none() | st.floats(0, 2)
+
+
+@given(
+    st.builds(
+        Figures,
+        interval_s=st.just(10.0),
+        running=st.floats(0, 64),
+        waiting=st.floats(0, 99),
+        rows_total=st.just(64.0),
+        kv_usage=st.floats(0, 1),
+        preemptions=st.integers(0, 20),
+        refused=st.integers(0, 20),
+        decode_steps=st.integers(0, 500),
+        prefill_steps=st.integers(0, 500),
+        decode=parts,
+        prefill=parts,
+        tokens=st.integers(0, 30_000),
+        degree=st.floats(1, 4),
+        busy_share=st.none() | st.floats(0, 1),
+        server_cores=cores,
+        engine_cores=cores,
+        worker_cores=cores,
+        foreign_cores=cores,
+        steal_cores=cores,
+        ranks_per_core=st.integers(0, 4),
+    )
+)
+def test_no_advice_contradicts_or_repeats_one_before_it(figures: Figures) -> None:
+    found = diagnose(figures).findings
+    assert all(finding.evidence for finding in found)
+    assert found[0].advice
+    assert len(verdicts(diagnose(figures))) == len({finding.verdict for finding in found})
+    levers = [{advice.lever for advice in finding.advice} - {None} for finding in found]
+    assert not any(mine & other for i, mine in enumerate(levers) for other in levers[:i])
+
+
+def test_every_verdict_has_its_headline_and_its_row_in_the_documentation() -> None:
     assert set(HEADLINES) == set(Verdict)
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|(.*)\|(.*)\|$", page, re.MULTILINE)
+    assert [row[0] for row in rows if row[0] in set(Verdict)] == list(Verdict)
+    assert all(cell.strip() for row in rows for cell in row)
 
 
 # ---------------------------------------------------------------- from the engine itself
@@ -252,6 +350,33 @@ def test_figures_come_from_the_difference_and_the_queue_from_between() -> None:
     assert (figures.ttft_s, figures.server_cores, figures.engine_cores) == (1.5, 0.5, None)
     assert figures.foreign_cores == pytest.approx(0.5)
     assert figures.share("wait") == 1
+
+
+def test_each_of_several_models_is_diagnosed_by_its_own_figures() -> None:
+    def look(at: float) -> dict[str, float]:
+        return {
+            "dtp_steps_total{model_name=big}{phase=decode}{tp=2}": 100 * at,
+            "dtp_steps_total{model_name=small}{phase=decode}{tp=1}": 0.0,
+            "dtp_step_seconds_total{model_name=big}{part=weights}{phase=decode}{tp=2}": 0.9 * at,
+            "dtp_generation_tokens_total{domain=tp2@0,1}{model_name=big}": 100 * at,
+            "dtp_kv_cache_usage_ratio{model_name=big}": 0.6,
+            "dtp_kv_cache_usage_ratio{model_name=small}": 0.7,
+            "dtp_num_requests_waiting{model_name=small}": 3.0,
+            "dtp_process_cpu_seconds_total{device=0}{model_name=big}{process=worker}": 1.0 * at,
+            "dtp_process_cpu_seconds_total{device=0}{model_name=small}{process=worker}": 0.8 * at,
+            "dtp_process_cpu_seconds_total{device=}{process=server}": 0.1 * at,
+            "dtp_pool_cores_busy_seconds_total": 2.0 * at,
+        }
+
+    (_, big), (label, small) = of_models("http://x", [look(0.0), look(1.0), look(2.0)], 2.0)
+    assert (big.kv_usage, small.kv_usage) == (0.6, 0.7)
+    assert (big.degree, big.worker_cores, big.server_cores) == (2, 1.0, pytest.approx(0.1))
+    assert big.foreign_cores == small.foreign_cores == pytest.approx(0.1)
+    assert diagnose(big).verdict is Verdict.MEMORY
+    assert (label, diagnose(small).verdict) == ("http://x, model small", Verdict.STALLED)
+    assert [name for name, _ in of_models("http://x", [{}, {}], 2.0)] == ["http://x"]
+    alias = {"vllm:num_requests_running{model_name=demo}": 1.0}
+    assert [name for name, _ in of_models("http://x", [alias, alias], 2.0)] == ["http://x"]
 
 
 def metrics_text(tokens: int) -> str:

@@ -168,6 +168,14 @@ def test_the_screen_shows_domains_switches_and_decisions() -> None:
         "alarms": ["flapping"],
     }
     text = shown(View("demo", layout, {"degree": [1, 2], "tokens": [10.0, 20.0]}, [switch], [hold, hold]))
+    crashed = shown(
+        View("demo", layout, crashes={"counts": {"worker": 2, "engine": 0}, "last": 900.0}, now=930.0)
+    )
+    assert "crashes: 2 of worker, the last 30 s ago" in crashed
+    old = shown(
+        View("demo", layout, crashes={"counts": {"worker": 2, "engine": 0}, "last": 100.0}, now=930.0)
+    )
+    assert "crashes" not in old
     for expected in ("tp2", "pinned", "switching to tp1: proof", "flapping", "50 %", "lease l1", "failed",
                      "a worker ended", "hold", "2×", "load 0.5", "tokens/s"):  # fmt: skip
         assert expected in text
@@ -180,4 +188,4 @@ async def test_top_prints_a_screen_of_a_server() -> None:
         assert "tp1" in result.output
         assert "between tokens" in result.output
         refused = await asyncio.to_thread(CliRunner().invoke, cli, ["top", f"{url}/nowhere", "--once"])
-        assert "no history" in str(refused.exception)
+        assert "is no DynamicTP server: it has no /nowhere/admin/history" in str(refused.exception)

@@ -70,6 +70,17 @@ def test_one_token_has_no_time_per_token_and_long_prompts_a_class_of_their_own()
     assert [class_of(511), class_of(512)] == ["short", "long"]
 
 
+def test_crashes_are_counted_by_kind_and_the_last_one_is_dated() -> None:
+    machine = MachineMetrics(wall=lambda: 1234.5)
+    assert machine.last_crash is None
+    machine.on_crash("worker")
+    machine.on_crash("worker")
+    seen = samples(list(machine.collect()))
+    assert seen["dtp_process_crashes_total{process=worker}"] == 2
+    assert seen["dtp_process_crashes_total{process=engine}"] == 0
+    assert machine.last_crash == 1234.5
+
+
 def test_tenants_beyond_the_limit_share_one_label() -> None:
     metrics = RequestMetrics()
     for index in range(3 * MAX_TENANTS):

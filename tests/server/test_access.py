@@ -144,7 +144,9 @@ async def test_pages_of_other_sites_are_refused_and_there_is_no_cors(stack: Stac
     async with client(stack, Access()) as http:
         foreign = await http.post("/v1/completions", json={}, headers={"origin": "https://evil.example"})
         assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "foreign_origin")
-        assert (await http.get("/v1/models", headers={"origin": "null"})).status_code == 403
+        for origin in ("null", "", "x", "http://", "http://[", "http://]x[", "//", "http://\u2100.example"):
+            response = await http.get("/v1/models", headers=[(b"origin", origin.encode())])
+            assert response.status_code == 403, origin
         own = await http.get("/v1/models", headers={"origin": "http://localhost:3000"})
         assert own.status_code == 200
         preflight = await http.options("/v1/completions", headers={"origin": "http://localhost:3000"})

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamictp.clock import ManualClock
-from dynamictp.control.admission import Share
+from dynamictp.control.admission import Refusal, Share
 from dynamictp.errors import CapacityError
 from dynamictp.messages import Snapshot
 from dynamictp.server.admission import (
+    LOG_S,
     LONG_PROMPT_TOKENS,
     MAX_BIAS,
     SATURATED_TOKENS,
@@ -19,10 +20,29 @@ from dynamictp.server.admission import (
     Backlog,
     Pace,
     QueueLimits,
+    RefusalLog,
     Waiting,
     class_of,
 )
 from dynamictp.server.sender import Sender
+
+
+def test_refusals_are_told_the_first_at_once_and_then_together(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock(0.0)
+    log = RefusalLog(clock)
+    log.say()
+    for _ in range(3):
+        log.add(Refusal("wait_too_long", 503, 1.0))
+    log.add(Refusal("tenant_full", 429, 1.0))
+    clock.advance(LOG_S - 0.1)
+    log.say()
+    assert [record.getMessage() for record in caplog.records] == ["requests refused in 1 s: wait_too_long 1"]
+    clock.advance(0.1)
+    log.say()
+    log.say()
+    assert caplog.records[1].getMessage() == "requests refused in 10 s: wait_too_long 2, tenant_full 1"
+    assert len(caplog.records) == 2
+
 
 _entries = st.builds(
     Waiting,

@@ -32,6 +32,13 @@ async def test_unknown_paths_and_methods_use_the_envelope(
     assert response.headers["x-request-id"]
 
 
+async def test_the_bare_address_says_what_is_where(stack: Stack) -> None:
+    answer = (await stack.http.get("/")).json()
+    assert (answer["name"], answer["version"]) == ("DynamicTP", dynamictp.__version__)
+    for path in set(answer["paths"].values()):
+        assert (await stack.http.get(path)).status_code in (200, 405), path
+
+
 async def test_wrong_method_is_told_all_the_right_ones(stack: Stack) -> None:
     response = await stack.http.post("/admin/layout", json={})
     assert {"GET", "PUT"} <= {method.strip() for method in response.headers["allow"].split(",")}
@@ -69,7 +76,8 @@ async def test_a_bug_is_a_500_without_its_text(stack: Stack, monkeypatch: pytest
 
 
 async def test_version_health_ready(stack: Stack) -> None:
-    assert (await stack.http.get("/version")).json() == {"version": dynamictp.__version__}
+    told = (await stack.http.get("/version")).json()
+    assert told == {"version": dynamictp.__version__, "server": "dynamictp"}
     assert (await stack.http.get("/health")).status_code == 200
     ready = await stack.http.get("/ready")
     assert (ready.status_code, ready.json()["layout"]) == (200, "tp1")

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from dynamictp.advisor.local import ASSUMPTIONS
-from dynamictp.control.config import ControlConfig, SloTable, build_control
-from dynamictp.control.facts import PoolFacts
+from dynamictp.clock import ManualClock
+from dynamictp.control.config import ControlConfig, build_control
 from dynamictp.control.journal import parse_journal, replay
-from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason
-from dynamictp.cost.figures import Figure
-from dynamictp.cost.hardware import DeviceFacts, EngineLimits, LinkFacts
-from dynamictp.cost.shape import ModelShape
+from dynamictp.control.reconciler import BACKOFF_S
+from dynamictp.control.values import Decision, PoolSnapshot, Reason
+from dynamictp.layout import LayoutSpec, place
 from dynamictp.messages import RampSettings, SetLayout, SwitchStatus
 from dynamictp.server import control_plane
 from dynamictp.server.control_plane import ControlPlane
-from tests.server.server_stack import Stack, facts, running_stack
-
-CONFIG = ControlConfig(slo=SloTable(ttft_p99_s=2.0), ramp_observe_s=0.25)
-
-
-def pool_facts() -> PoolFacts:
-    device = DeviceFacts(
-        name="core",
-        memory_bytes=1e9,
-        bandwidth=Figure(10e9, "assumed", "test"),
-        shared_bandwidth=Figure(20e9, "assumed", "test"),
-        bf16_flops=Figure(100e9, "assumed", "test"),
-        shared_memory=True,
-        node_devices=2,
-    )
-    limits = EngineLimits(max_batched_tokens=64, max_num_seqs=8, max_step_s=0.1, kv_cap=0.7)
-    link = LinkFacts("memory", Figure(20e9, "assumed", "test"), Figure(1e-6, "assumed", "test"))
-    return PoolFacts(
-        ModelShape.of(facts()), device, limits, 1000.0, links=((2, link),), assumptions=ASSUMPTIONS
-    )
-
-
-@asynccontextmanager
-async def planned(
-    mode: Mode = "dynamic", config: ControlConfig = CONFIG
-) -> AsyncIterator[tuple[Stack, ControlPlane]]:
-    async with running_stack(mode=mode) as stack:
-        yield stack, stack.service.plan_with(pool_facts(), config)
-
+from tests.server.planned_stack import CONFIG, planned
+from tests.server.server_stack import Stack
 
 Say = Callable[..., None]
 
@@ -95,6 +66,7 @@ async def test_a_decision_becomes_a_ramped_switch_and_is_journaled(says: Say) ->
         answer = (await stack.http.get("/admin/decisions?last=5")).json()["decisions"]
         assert [entry["target"] for entry in answer] == [None, "tp2"]
         assert answer[1]["figures"] == {"load": 0.7}
+        assert time.time() - 60 < answer[1]["decided_at"] <= answer[0]["decided_at"] <= time.time()
         with_snapshots = (await stack.http.get("/admin/decisions?last=1&snapshots=1")).json()["decisions"]
         assert with_snapshots[0]["snapshot"]["layout"] == "tp2"
         switches = (await stack.http.get("/admin/switches")).json()["switches"]
@@ -172,6 +144,50 @@ async def test_a_pinned_layout_is_led_to_again_when_the_engine_lost_it(says: Say
         assert (commands(stack)[1].layout, commands(stack)[1].reason) == ("tp2", "pinned")
 
 
+@pytest.mark.parametrize("committed", [False, True])
+async def test_an_engine_lost_during_the_planner_s_switch_ends_in_the_last_committed_layout(
+    says: Say, committed: bool
+) -> None:
+    """The next engine is given that layout; then the planner goes on from there, after a pause."""
+    clock = ManualClock(100.0)
+    async with planned(clock=clock) as (stack, plane):
+        stack.engine.hold_switches = True
+        says("tp2")
+        await plane.tick()
+        await until(lambda: commands(stack))
+        (first,) = commands(stack)
+        board = stack.service.switches
+        if committed:
+            stack.engine.link.send(SwitchStatus(first.switch_id, "tp1", "tp2", "drain", "committed"))
+            await until(lambda: board.get(first.switch_id).outcome)
+        stack.engine._held.clear()
+        stack.service.engine_lost()
+        assert stack.service.client.layout == ("tp2" if committed else "tp1")
+        assert board.get(first.switch_id).outcome == ("closed" if committed else "failed")
+        assert board.in_flight is None
+        assert plane.reconciler.in_flight == ""
+        # The fake engine stands for the next one, which begins with the layout it is given.
+        stack.engine._layout = place(LayoutSpec.parse(stack.service.client.layout), 2, ())
+        stack.engine.hold_switches = False
+        stack.engine.link.send(stack.engine.snapshot())
+        await until(lambda: stack.service.observed == stack.service.client.layout)
+        clock.advance(BACKOFF_S)
+        await plane.tick()
+        await until(lambda: stack.service.observed == "tp2")
+        assert len(commands(stack)) == (1 if committed else 2)
+        assert len({command.switch_id for command in commands(stack)}) == len(commands(stack))
+
+
+async def test_the_loop_goes_on_while_the_engine_is_away(says: Say) -> None:
+    async with planned() as (stack, plane):
+        says("tp2")
+        stack.service.client.detach()
+        stack.service.engine_lost()
+        for _ in range(3):
+            assert await plane.tick() is None
+        assert commands(stack) == []
+
+
 async def test_a_switch_taken_back_by_hand_is_not_begun_again(says: Say) -> None:
     async with planned() as (stack, plane):
         stack.engine.hold_switches = True
@@ -209,7 +225,7 @@ async def test_what_the_planner_needs_is_called_back_from_leases(says: Say) -> N
         await plane.tick()
         assert last_snapshot(plane).devices_available == 1
         (lease,) = stack.service.desk.pool.leases
-        assert lease.state == "revoking"
+        assert (lease.state, lease.reason) == ("revoking", "the planner wants tp2 (grow_predicted)")
         await plane.tick()
         assert not commands(stack)
         running = asyncio.create_task(plane.run())

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from dynamictp.control.config import ControlConfig, build_control, fixed_fields
 from dynamictp.errors import BadRequest
 from dynamictp.server import requests
 from dynamictp.server.admin_routes import parse_set_layout
-from dynamictp.server.control_routes import parse_lend
-from dynamictp.server.field_table import MAX_DEVICES, Rule, field_rules
-from dynamictp.server.fields import Fields
+from dynamictp.server.control_bodies import parse_decisions, parse_lease, parse_reload
+from dynamictp.server.field_table import Rule, field_rules
+from dynamictp.server.fields import Fields, QueryFields
 
 VOCAB = 100
+DEVICES = 4
 DEFAULTS = requests.SamplingDefaults()
-PARSERS = {
-    "POST /v1/completions": lambda body: requests.parse_completion(body, VOCAB, DEFAULTS),
-    "POST /v1/chat/completions": lambda body: requests.parse_chat(body, VOCAB, DEFAULTS),
+PARSERS: dict[str, Callable[[Fields], object]] = {
+    "POST /v1/completions": lambda fields: requests.parse_completion(fields, VOCAB, DEFAULTS),
+    "POST /v1/chat/completions": lambda fields: requests.parse_chat(fields, VOCAB, DEFAULTS),
     "POST /tokenize": requests.parse_tokenize,
-    "POST /detokenize": lambda body: requests.parse_detokenize(body, VOCAB),
-    "PUT /admin/layout": lambda body: parse_set_layout(Fields(body)),
-    "POST /admin/leases": lambda body: parse_lend(Fields(body), MAX_DEVICES),
+    "POST /detokenize": lambda fields: requests.parse_detokenize(fields, VOCAB),
+    "PUT /admin/layout": parse_set_layout,
+    "POST /admin/leases": lambda fields: parse_lease(fields, DEVICES),
+    "GET /admin/decisions": parse_decisions,
+    "PUT /admin/config": parse_reload,
 }
-CASES = [(endpoint, rule) for endpoint, rules in field_rules(VOCAB).items() for rule in rules]
+RULES = field_rules(VOCAB, DEVICES)
+CASES = [(endpoint, rule) for endpoint, rules in RULES.items() for rule in rules]
 TABLE = pytest.mark.parametrize(
     ("endpoint", "rule"), CASES, ids=[f"{endpoint} {rule.name}" for endpoint, rule in CASES]
 )
@@ -43,6 +48,8 @@ def base(endpoint: str, name: str) -> dict[str, Any]:
         "POST /detokenize": {"tokens": []},
         "PUT /admin/layout": {"layout": "tp1"},
         "POST /admin/leases": {"devices": 1},
+        "GET /admin/decisions": {},
+        "PUT /admin/config": {"slo": {"classes": {"0": {}}, "tenants": {"0": {}}}},
     }[endpoint]
     if name.startswith("stream_options"):
         body |= {"stream": True, "stream_options": {}}
@@ -60,7 +67,7 @@ def with_value(endpoint: str, name: str, value: Any) -> dict[str, Any]:
     *path, last = name.replace("[]", ".0").split(".")
     place: Any = body
     for step in path:
-        place = place[int(step) if step == "0" else step]
+        place = place[int(step) if isinstance(place, list) else step]
     if name == "best_of" and type(value) is int and 1 <= value <= requests.MAX_CHOICES:
         body["n"] = value
     if name == "continue_final_message" and value:
@@ -128,12 +135,19 @@ def outside(rule: Rule) -> Iterator[Any]:
                 yield from (1, "x", [], True)
 
 
+NAMED: tuple[list[Any], list[Any]] = (
+    [{}, {"": {}, "x" * 128: {"tpot_p99_ms": 1}}],
+    [1, "x", [], True, {"x": 1}, {"x": []}, {"x" * 129: {}}, {str(i): {} for i in range(10_001)}],
+)
 OWN: dict[str, tuple[list[Any], list[Any]]] = {
     "prompt": (
         ["", "x", ["x", "y"], [0, VOCAB - 1], [[0], [1, 2]]],
         [1, True, {}, [], [VOCAB], [-1], [1, "x"], [1.0], [[1], "x"], [[VOCAB]], [[True]]],
     ),
-    "stop": (["x", "x" * 256, [], ["x"] * 16], ["", "x" * 257, ["x"] * 17, [""], [1], 1, True, {"a": 1}]),
+    "stop": (
+        ["x", "x" * 256, [], ["x"] * 16],
+        ["", "x" * 257, ["x"] * 17, [""], [1], 1, 0, True, False, {"a": 1}, {}],
+    ),
     "logit_bias": (
         [{}, {"0": -100, str(VOCAB - 1): 100}, {"1": 0.5}],
         [
@@ -151,6 +165,12 @@ OWN: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "messages": ([[{"role": "user", "content": ""}] * 3], [[], "x", 1, {}]),
     "messages[].content": (["", "x", [{"type": "text", "text": ""}], []], [1, True, {}]),
+    "slo.classes": NAMED,
+    "slo.tenants": NAMED,
+    "ramp_steps": (
+        [[1], [0.5, 1.0], [1.0] * 64],
+        [1, "x", {}, True, [0], [1.1], [True], ["1"], [[1]], [1.0] * 65],
+    ),
     "layout": (["tp1", "auto", "", "x" * 4096], [1, True, [], {}, "x" * 4097]),
 }
 
@@ -164,7 +184,7 @@ def test_what_is_in_range_is_accepted(endpoint: str, rule: Rule) -> None:
             continue  # one text
         if value is None and rule.name in ("prompt", "messages"):
             continue  # either of them
-        PARSERS[endpoint](with_value(endpoint, rule.name, value))
+        PARSERS[endpoint](Fields(with_value(endpoint, rule.name, value)))
 
 
 @TABLE
@@ -174,7 +194,7 @@ def test_what_is_just_outside_is_refused_by_name(endpoint: str, rule: Rule) -> N
     for value in outside(rule):
         body = with_value(endpoint, rule.name, value)
         with pytest.raises(BadRequest) as refusal:
-            PARSERS[endpoint](body)
+            PARSERS[endpoint](Fields(body))
         message, param = refusal.value.message, (refusal.value.param or "").replace("[0]", "[]")
         assert param.startswith(rule.name), (value, message)
         assert message.startswith(refusal.value.param or "?"), value
@@ -189,9 +209,9 @@ def test_what_is_just_outside_is_refused_by_name(endpoint: str, rule: Rule) -> N
 @pytest.mark.parametrize("endpoint", PARSERS)
 def test_a_field_that_is_not_in_the_table_is_refused(endpoint: str) -> None:
     body = base(endpoint, "")
-    PARSERS[endpoint](body)
+    PARSERS[endpoint](Fields(body))
     with pytest.raises(BadRequest) as refusal:
-        PARSERS[endpoint]({**body, "frobnicate": None})
+        PARSERS[endpoint](Fields({**body, "frobnicate": None}))
     assert (refusal.value.param, refusal.value.code) == ("frobnicate", "unknown_field")
 
 
@@ -199,14 +219,41 @@ def test_a_field_that_is_not_in_the_table_is_refused(endpoint: str) -> None:
 def test_the_table_has_every_field_that_is_accepted(endpoint: str) -> None:
     """Else a field that a parser takes would be missing from the page and the description."""
     fields = Fields(base(endpoint, ""))
-    parsers = {
-        "POST /v1/completions": lambda: requests.parse_completion(fields, VOCAB, DEFAULTS),
-        "POST /v1/chat/completions": lambda: requests.parse_chat(fields, VOCAB, DEFAULTS),
-        "POST /tokenize": lambda: requests.parse_tokenize(fields),
-        "POST /detokenize": lambda: requests.parse_detokenize(fields, VOCAB),
-        "PUT /admin/layout": lambda: parse_set_layout(fields),
-        "POST /admin/leases": lambda: parse_lend(fields, MAX_DEVICES),
-    }
-    parsers[endpoint]()
-    known = {rule.name for rule in field_rules(VOCAB)[endpoint] if "." not in rule.name}
+    PARSERS[endpoint](fields)
+    known = {rule.name for rule in RULES[endpoint] if "." not in rule.name}
     assert fields.known <= known
+
+
+def test_the_table_has_every_parameter_of_the_planner() -> None:
+    rules = {rule.name: rule.status for rule in RULES["PUT /admin/config"]}
+    assert {name for name in rules if "." not in name} == set(ControlConfig.__struct_fields__)
+    assert {name for name, status in rules.items() if status == "fixed"} == set(fixed_fields())
+
+
+def test_a_reload_reads_what_the_planner_takes() -> None:
+    given = {
+        "slo": {"tpot_p99_ms": 50, "classes": {"gold [1]": {"ttft_p99_s": 0.5, "tpot_p99_ms": None}}},
+        "objective": "latency",
+        "min_devices": 2,
+        "ramp_steps": [0.5, 1],
+        "shrink_after_s": None,
+    }
+    read = parse_reload(Fields(given))
+    assert read == {
+        "slo": {"tpot_p99_ms": 50.0, "classes": {"gold [1]": {"ttft_p99_s": 0.5}}},
+        "objective": "latency",
+        "min_devices": 2,
+        "ramp_steps": (0.5, 1.0),
+    }
+    assert build_control(read).slo.of("gold [1]").ttft_p99_s == 0.5
+    with pytest.raises(BadRequest) as refusal:
+        parse_reload(Fields({"slo": {"classes": {"gold": {"tpot_p99_ms": 0}}}}))
+    assert refusal.value.param == "slo.classes[gold].tpot_p99_ms"
+
+
+@pytest.mark.parametrize("last", ["", "x", "-1", "+1", "1.0", " 1", "1_0", "\u0661", "10001", "9" * 5000])
+def test_a_number_in_a_query_is_of_digits(last: str) -> None:
+    with pytest.raises(BadRequest, match=r"last: expected an integer from 0 to 10000, got") as refusal:
+        parse_decisions(QueryFields({"last": last}))
+    assert refusal.value.param == "last"
+    assert parse_decisions(QueryFields({"last": "7", "snapshots": "1"})).last == 7

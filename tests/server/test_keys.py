@@ -12,11 +12,13 @@ from dynamictp.server.keys import Identity, KeyRing, read_keys
 
 def test_a_line_is_a_key_a_tenant_and_a_priority(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\nsk-one\n\nsk-two acme   # a customer\nsk-three acme -3\n")
+    file.write_text("# ours\nsk-one\n\nsk-two acme   # a customer\nsk-three acme -3\n\t#x\nsk#4 #5\r\n")
     ring = KeyRing(str(file))
     assert ring.find("sk-one") == Identity()
     assert ring.find("sk-two") == Identity("acme")
     assert ring.find("sk-three") == Identity("acme", -3)
+    assert ring.find("sk#4") == Identity()
+    assert ring.find("sk") is None
     assert ring.find("sk-four") is None
     assert ring.find("sk-thre") is None
     assert ring.tenants == {"", "acme"}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 
+from dynamictp.cli.lease import Holder
+from dynamictp.clock import ManualClock
+from dynamictp.control.pool import EXPIRE_S
 from dynamictp.messages import SetDevices, SetLayout
+from dynamictp.server.leases import AlwaysAwake
 from dynamictp.server.service import DeviceInfo
 from tests.server.server_stack import Stack, on_port, running_stack
 
@@ -151,7 +157,85 @@ async def test_a_released_device_sleeps_until_it_is_back(stack: Stack) -> None:
     assert power.asleep == []
 
 
+async def test_a_holder_that_dies_loses_its_devices_and_the_engine_is_told() -> None:
+    clock = ManualClock(100.0)
+
+    class Power(AlwaysAwake):
+        asleep: ClassVar[list[int]] = []
+
+        def sleep(self, device: int) -> None:
+            self.asleep.append(device)
+
+        def wake(self, device: int) -> None:
+            self.asleep.remove(device)
+
+    async with running_stack(clock=clock) as stack:
+        desk = stack.service.desk
+        desk.power = power = Power()
+        lease = (await lend(stack, level="released")).json()
+        await until_sent(stack, leased=(1,))
+        # The engine dies too; the next one is told which devices it may not use.
+        stack.service.engine_lost()
+        assert sorted(desk.pool.leased) == [1]
+        clock.advance(EXPIRE_S)
+        while desk.pool.leases:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert power.asleep == []
+        await until_sent(stack, leased=())
+        assert (await stack.http.put(f"/admin/leases/{lease['id']}")).status_code == 404
+
+
 # ------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """The command's handlers are for a process of its own."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("answer", [None, 503])
+def test_a_command_ends_when_the_server_is_lost_for_so_long(answer: int | None, tmp_path: Path) -> None:
+    """Whether it is gone or only says that it can't: by then the devices may be someone else's."""
+    asked: list[str] = []
+    times = count(0.0, 5.0)
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        if answer is None:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(answer, json={"error": {}})
+
+    with httpx.Client(transport=httpx.MockTransport(serve), base_url="http://gone") as http:
+        granted = {"id": "l1", "cores": [], "devices": [1]}
+        holder = Holder(http, granted, grace_s=1.0, now=lambda: next(times))
+        pid = tmp_path / "pid"
+        assert holder.run(("sh", "-c", f"echo $$ > {pid}; exec sleep 600")) == 76
+    assert asked[:2] == ["PUT", "PUT"]
+    assert len(asked) >= 3
+    assert not _alive(int(pid.read_text()))
+
+
+async def test_a_command_does_not_outlive_the_one_that_renews_its_lease(stack: Stack, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    async with on_port(stack) as url:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "dynamictp", "lease", "--url", url, "--", "sh", "-c",
+            f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600",
+        )  # fmt: skip
+        while not pid.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        process.kill()
+        await process.wait()
+        while _alive(int(pid.read_text())):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    (lease,) = stack.service.desk.pool.leases
+    assert lease.state == "active"  # until it was not renewed for long enough
 
 
 async def run_lease(url: str, *command: str, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
@@ -223,9 +307,12 @@ async def test_a_command_that_ends_when_it_is_told_to_still_counts_as_revoked(dy
         running = asyncio.create_task(run_lease(url, "sleep", "600"))
         while not dynamic.service.desk.pool.leases:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        dynamic.service.desk.pool.call_back(1)
-        code, _, _ = await running
+        dynamic.service.desk.pool.call_back(1, "the planner wants tp2 (grow_predicted)")
+        shown = (await dynamic.http.get("/admin/leases")).json()["leases"][0]
+        assert (shown["state"], shown["reason"]) == ("revoking", "the planner wants tp2 (grow_predicted)")
+        code, _, said = await running
     assert code == 76
+    assert "device 1 is called back: the planner wants tp2 (grow_predicted)" in said
 
 
 def _alive(pid: int) -> bool:

@@ -8,8 +8,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamictp.bench.unmetered import SilentMetrics, SilentRequests
 from dynamictp.control.values import Alarm, Decision, Reason
 from dynamictp.messages import DeviceStatus, DomainStatus, SamplingParams, Snapshot, StepTotals, SwitchStatus
+from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
+from dynamictp.observe.requests import RequestMetrics
 from dynamictp.server.metrics import Metrics
 from dynamictp.testing.fake_engine import ScriptedError
 from tests.server.server_stack import Stack, running_stack
@@ -56,6 +59,71 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 def snapshot(domain: DomainStatus, running: int = 0) -> Snapshot:
     devices = (DeviceStatus(0, "serving", (domain.id,), 12.5, 100.0),)
     return Snapshot(0.0, "x", 4, running, running, (domain,), devices, 1, 2, 3)
+
+
+def test_ranks_that_share_a_core_are_counted_of_serving_domains() -> None:
+    metrics = Metrics()
+    metrics.machine = MachineMetrics(
+        MachineSources(devices=lambda: {d: Placed(None, (d % 2,)) for d in range(4)})
+    )
+    name = ("dtp_ranks_per_core", ())
+
+    def seen(*domains: DomainStatus) -> float:
+        metrics.on_snapshot(Snapshot(0.0, "x", 0, 0, 0, domains, (), 1, 2, 3))
+        return samples(metrics.render().decode())[name]
+
+    wide = DomainStatus("d1", 1, "", 4, 1, (0, 1, 2, 3), "serving")
+    assert seen() == 0
+    assert seen(wide) == 2
+    assert seen(DomainStatus("d2", 1, "", 2, 1, (0, 1), "serving")) == 1
+    assert seen(msgspec.structs.replace(wide, state="draining")) == 0
+
+
+def test_labels_are_of_bounded_sets() -> None:
+    """A new label needs a thought, and a row here."""
+    of_few_words = {
+        "alarm", "class", "figure", "finish_reason", "kind", "outcome", "part", "phase", "pool", "process",
+        "reason", "state",
+    }  # fmt: skip
+    of_the_pool = {"device", "domain", "from", "to", "tp"}
+    capped = {"tenant"}  # tests/observe/test_requests.py
+    found = {label for metric in Metrics().collect() for label in getattr(metric, "_labelnames", ())}
+    assert found == of_few_words | of_the_pool | capped
+
+
+def test_domains_that_come_and_go_leave_no_series_of_their_own() -> None:
+    metrics = Metrics()
+    for number in range(3000):
+        domain = DomainStatus(f"d{number}", number, "", 1, 1, (number % 2,), "serving", running=1)
+        metrics.on_snapshot(snapshot(domain, 1))
+        metrics.on_token(domain.id, 0.01, first=False)
+        metrics.on_switch(SwitchStatus(f"s{number}", "tp1@0", "tp1@1", "close", "closed"))
+    names = [name for name in samples(metrics.render().decode()) if "domain" in dict(name[1])]
+    tokens = {dict(labels)["domain"] for name, labels in names if name == "dtp_generation_tokens_total"}
+    assert tokens == {"tp1@0", "tp1@1"}
+    assert len(names) <= 4
+    assert len(metrics._placed) <= 1024
+    assert len(metrics._switch_seen) <= 256
+
+
+def test_a_server_without_metrics_counts_nothing() -> None:
+    silent = SilentMetrics()
+    before = silent.render()
+    silent.on_token("d1", 0.1, first=True)
+    silent.on_snapshot(snapshot(DomainStatus("d1", 1, "", 1, 1, (0,), "serving"), 3))
+    silent.on_switch(SwitchStatus("s1", "tp1", "tp2", "close", "closed"))
+    silent.requests.on_arrival()
+    silent.requests.on_queued(0.1)
+    silent.requests.on_first_token(20, 0.2)
+    silent.requests.on_failure("error")
+    for hook in [name for name in vars(RequestMetrics) if name.startswith("on_")]:
+        assert getattr(SilentRequests, hook) is not getattr(RequestMetrics, hook), hook
+    for hook in [name for name in vars(Metrics) if name.startswith("on_")]:
+        assert getattr(SilentMetrics, hook) is not getattr(Metrics, hook), hook
+    counted = {
+        name: value for name, value in samples(silent.render().decode()).items() if "dtp_node" not in name[0]
+    }
+    assert counted == {n: v for n, v in samples(before.decode()).items() if "dtp_node" not in n[0]}
 
 
 async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:

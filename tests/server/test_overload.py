@@ -221,6 +221,44 @@ async def test_a_head_without_an_end_is_refused(stack: Stack) -> None:
         assert (await exchange(url, whole)).startswith(b"HTTP/1.1 200 ")
 
 
+# ---------------------------------------------------------------- answers that are kept
+
+
+async def test_an_answer_that_gets_too_large_to_be_kept_ends_with_a_400(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation, "MAX_KEPT", 1000)
+    async with running_stack(max_model_len=100_000) as stack:
+        body = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "n": 4}
+        assert (await stack.post("/v1/completions", **body)).status_code == 200
+        response = await stack.post("/v1/completions", **body, logprobs=2)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "answer_too_large")
+        assert "`stream`" in error["message"]
+        await until(lambda: stack.service.client.live == 0 and not stack.engine.running)
+        async with stack.http.stream(
+            "POST", "/v1/completions", json={**body, "stream": True, "logprobs": 2}
+        ) as s:
+            assert s.status_code == 200
+            assert "[DONE]" in (await s.aread()).decode()
+        metrics = (await stack.http.get("/metrics")).text
+        assert 'reason="too_large"' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_prompts_count_for_every_choice(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(generation, "MAX_KEPT", 1000)
+    async with running_stack() as stack:
+        body = {"prompt": "x" * 100, "max_tokens": 1, "echo": True, "logprobs": 4, "stream": stream}
+        assert (await stack.post("/v1/completions", **body)).status_code == 200
+        response = await stack.post("/v1/completions", **body, n=3)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "answer_too_large"
+
+
 # ---------------------------------------------------------------- bodies
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamictp.config import GIB, build_config
 from dynamictp.errors import ConfigError, ResourceError
 from dynamictp.facts import ModelFacts, RopeFacts
 from dynamictp.server.machine import device_cores
-from dynamictp.server.plan import NodePlan, plan_node
+from dynamictp.server.plan import Candidate, NodePlan, plan_models, plan_node
 
 SMOL = ModelFacts(
     family="llama",
@@ -95,3 +96,41 @@ def test_too_little_memory_is_refused_with_figures() -> None:
         plan(available=GIB // 2)
     with pytest.raises(ResourceError, match="at least 4"):
         plan(kv_memory="2MiB")
+
+
+def plan_two(*, available: int = 16 * GIB, flags: dict[str, Any] | None = None, **entry: Any) -> Any:
+    """`big` with three parts of the KV memory, `small` with one and whatever `entry` says."""
+    config = build_config({"devices": 4, "kv_memory": "4GiB", **(flags or {})})
+    wanted = {"max_devices": 0, "layout": "tp1"} | entry
+    candidates = [
+        Candidate(
+            msgspec.structs.replace(config, served_model_name="big", layout="tp3"), SMOL, WEIGHTS, 3, 0
+        ),
+        Candidate(
+            msgspec.structs.replace(config, served_model_name="small", layout=wanted["layout"]),
+            SMOL, WEIGHTS, 1, wanted["max_devices"],
+        ),
+    ]  # fmt: skip
+    return plan_models(candidates, cores=(0, 1, 2, 3), available_bytes=available, communicators=True)
+
+
+def test_several_models_get_their_shares_of_the_memory_and_leave_each_other_a_device() -> None:
+    big, small = plan_two()
+    assert big.arena_bytes / GIB == pytest.approx(3, abs=0.01)
+    assert small.arena_bytes / GIB == pytest.approx(1, abs=0.01)
+    assert (big.devices, big.most_devices, big.degrees) == (4, 3, (1, 2, 3))
+    (_, small) = plan_two(max_devices=1)
+    assert (small.most_devices, small.degrees) == (1, (1,))
+
+
+def test_models_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ResourceError, match=r"big 0\.25 GiB of weights, small .* exceed the 5\.00 GiB"):
+        plan_two(available=5 * GIB)
+    with pytest.raises(ConfigError, match="model small: --layout tp2"):
+        plan_two(max_devices=1, layout="tp2")
+    with pytest.raises(ConfigError, match="model small: max_devices 4 leaves no device"):
+        plan_two(max_devices=4)
+    with pytest.raises(ResourceError, match="model small: --kv-memory holds"):
+        plan_two(flags={"kv_memory": "14MiB"})
+    with pytest.raises(ConfigError, match="2 models need a device each"):
+        plan_two(flags={"devices": 1})

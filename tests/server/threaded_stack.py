@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from tests.server.planned_stack import planned
 from tests.server.server_stack import Stack, on_port, running_stack
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -26,17 +29,28 @@ class Threaded:
                 while not condition():  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
-        asyncio.run_coroutine_threadsafe(poll(), self.loop).result(60)
+        self.do(poll())
+
+    def do(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Have the server's loop do it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+
+@asynccontextmanager
+async def _planned(**engine: Any) -> AsyncIterator[Stack]:
+    async with planned(**engine) as (stack, _):
+        yield stack
 
 
 @contextmanager
-def threaded_stack(**engine: Any) -> Iterator[Threaded]:
-    """Arguments are those of the fake engine."""
+def threaded_stack(*, planner: bool = False, **engine: Any) -> Iterator[Threaded]:
+    """With a planner: in dynamic mode. The other arguments are those of the fake engine."""
     up, done = threading.Event(), asyncio.Event()
     running: list[Threaded] = []
 
     async def serve() -> None:
-        async with running_stack(**engine) as stack, on_port(stack) as url:
+        running_in = _planned(**engine) if planner else running_stack(**engine)
+        async with running_in as stack, on_port(stack) as url:
             running.append(Threaded(url, stack, asyncio.get_running_loop()))
             up.set()
             await done.wait()

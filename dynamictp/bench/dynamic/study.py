@@ -92,9 +92,9 @@ def run_configuration(label: str, seed: int, study: Study, console: Console) -> 
     """One configuration on the seed's schedule, on a fresh server."""
     phases = study.phases
     workload = study.workload(arrivals_of(phases), study.seconds, seed)
-    command = serve_command("tp1" if label == DYNAMIC else label, 2)
-    command += ["--mode", "dynamic" if label == DYNAMIC else "static"]
+    command = serve_command(label, 2)
     if label == DYNAMIC:
+        command = serve_command("tp1", 2, mode="dynamic")
         command += ["--shrink-after-s", f"{study.shrink_after_s:g}"]
         command += ["--slo-ttft-p99-s", f"{SLO.ttft_s:g}", "--slo-tpot-p99-ms", f"{SLO.tpot_s * 1e3:g}"]
         command += ["--slo-ttft-per-token-ms", f"{SLO.ttft_per_token_s * 1e3:g}"]
