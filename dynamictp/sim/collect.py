@@ -10,10 +10,10 @@ import msgspec
 from dynamictp.bench.tally import Tally
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.values import Decision, PoolSnapshot
-from dynamictp.sim.node import NodeTotals
 from dynamictp.sim.outcome import Sample, Use
 from dynamictp.sim.pool import SimPool
 from dynamictp.sim.requests import SimRequest
+from dynamictp.sim.values import NodeTotals
 
 MOST_SAMPLES = 432
 UNFINISHED, REFUSED = "unfinished", "refused"

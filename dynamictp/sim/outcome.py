@@ -11,9 +11,9 @@ import msgspec
 
 from dynamictp.bench.measure import Estimate, Figure, Group, RunFigures, Validity
 from dynamictp.bench.tally import Digest, Tally
-from dynamictp.sim.node import DomainLife
 from dynamictp.sim.scenario import Scenario
 from dynamictp.sim.switching import SwitchRecord
+from dynamictp.sim.values import DomainLife
 
 SCHEMA = "dynamictp-simulation/1"
 NO_CLIENT = Validity(None, 1.0, 0.0, 0, 0, ())

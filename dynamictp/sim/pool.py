@@ -23,9 +23,10 @@ from dynamictp.messages import SwitchStatus
 from dynamictp.sim.domain import LONGEST_RUN_S, SimDomain
 from dynamictp.sim.gate import Gate
 from dynamictp.sim.loop import EventLoop
-from dynamictp.sim.node import Drift, Faults, Node, SwitchTimes
+from dynamictp.sim.node import Node
 from dynamictp.sim.requests import SimRequest
 from dynamictp.sim.switching import Switcher, SwitchRecord
+from dynamictp.sim.values import Drift, Faults, SwitchTimes
 
 _KEPT_TABLES = 512
 """Profiles of days of traffic come again."""
@@ -71,7 +72,7 @@ class Observer(Protocol):
 
 
 @dataclass
-class Outcome:
+class PoolOutcome:
     """What a simulation led to. Times in seconds of virtual time."""
 
     duration_s: float
@@ -150,7 +151,7 @@ class SimPool:
         duration_s: float,
         *,
         at: Iterable[tuple[float, Callable[[SimPool], None]]] = (),
-    ) -> Outcome:
+    ) -> PoolOutcome:
         """Let `requests` arrive and `duration_s` pass; `at` holds other things to do, and when."""
         end_s = self.setup.start_s + duration_s
         self.feed(request for request in requests if request.arrival_s < end_s)
@@ -159,7 +160,7 @@ class SimPool:
         self.start()
         self.loop.run(end_s)
         self.node.account()
-        return Outcome(
+        return PoolOutcome(
             duration_s,
             self._done,
             list(self.node.live()),

@@ -16,7 +16,7 @@ from dynamictp.control.config import ControlConfig, SloTable, build_control
 from dynamictp.control.values import Mode
 from dynamictp.errors import ConfigError, LayoutRefused
 from dynamictp.layout import LayoutSpec
-from dynamictp.sim.node import SwitchTimes
+from dynamictp.sim.values import SwitchTimes
 
 MOST_CASES = 10_000
 

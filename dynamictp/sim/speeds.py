@@ -21,7 +21,7 @@ from dynamictp.control.values import StepSample
 from dynamictp.cost.calibration import Calibration, CalibrationPoint
 from dynamictp.cost.steps import StepModel
 from dynamictp.errors import ConfigError
-from dynamictp.sim.node import Drift
+from dynamictp.sim.values import Drift
 
 _LEAST_SAMPLES = 3
 _WINDOW_S = 10.0

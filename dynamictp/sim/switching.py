@@ -22,8 +22,9 @@ from dynamictp.layout import Layout, LayoutSpec, place
 from dynamictp.messages import CancelSwitch, RampSettings, SetLayout, SwitchStatus
 from dynamictp.sim.domain import SimDomain
 from dynamictp.sim.loop import Event
-from dynamictp.sim.node import Node, SwitchTimes
+from dynamictp.sim.node import Node
 from dynamictp.sim.requests import SimRequest
+from dynamictp.sim.values import SwitchTimes
 
 _PROBE_LIMIT = 2.0
 """A shadow probe may take so many times its prediction."""

@@ -13,9 +13,9 @@ from dynamictp.cost.figures import Figure
 from dynamictp.cost.hardware import Assumptions, DeviceFacts, EngineLimits, LinkFacts
 from dynamictp.cost.shape import ModelShape
 from dynamictp.layout import legal_specs
-from dynamictp.sim.node import SwitchTimes
-from dynamictp.sim.pool import Outcome, Setup, SimPool
+from dynamictp.sim.pool import PoolOutcome, Setup, SimPool
 from dynamictp.sim.requests import SimRequest, requests_of
+from dynamictp.sim.values import SwitchTimes
 
 
 def figure(value: float) -> Figure:
@@ -103,5 +103,5 @@ def traffic(
     return requests_of(make_plan(workload))
 
 
-def simulate(setup: Setup, requests: list[SimRequest], duration_s: float, **more: Any) -> Outcome:
+def simulate(setup: Setup, requests: list[SimRequest], duration_s: float, **more: Any) -> PoolOutcome:
     return SimPool(setup).run(requests, duration_s, **more)

@@ -16,9 +16,9 @@ from dynamictp.bench.workload.plan import make_plan
 from dynamictp.control.config import build_control
 from dynamictp.control.values import Alarm, Reason
 from dynamictp.layout import LayoutSpec
-from dynamictp.sim.node import Faults
-from dynamictp.sim.pool import Outcome, SimPool
+from dynamictp.sim.pool import PoolOutcome, SimPool
 from dynamictp.sim.requests import requests_of
+from dynamictp.sim.values import Faults
 from tests.control.pools import (
     config,
     cpu_facts,
@@ -31,18 +31,18 @@ from tests.control.pools import (
 HOUR_S = 3600.0
 
 
-def moves(outcome: Outcome) -> list[tuple[str, str]]:
+def moves(outcome: PoolOutcome) -> list[tuple[str, str]]:
     return [(switch.to_layout, switch.outcome) for switch in outcome.switches]
 
 
-def all_served(outcome: Outcome) -> None:
+def all_served(outcome: PoolOutcome) -> None:
     """Nobody was lost: whoever is unfinished came in the last seconds."""
     late = [r for r in outcome.unfinished if r.arrival_s < outcome.duration_s - 30]
     assert not late
 
 
 @cache
-def square_wave() -> Outcome:
+def square_wave() -> PoolOutcome:
     """tp1 holds 1/s and not 8/s, tp2 holds both."""
     setup = cpu_setup("tp1", config=config(shrink_after_s=60))
     return simulate(setup, traffic("steps:0=1,120=8,240=1", 720), 720)
