@@ -164,7 +164,7 @@ class Service:
             client=self.client,
             board=self.switches,
             share=self.share,
-            view=PoolView(legal, self.devices, self.mode, traffic),
+            view=PoolView(legal, self.share.most, self.mode, traffic),
             cost=CostBook(facts),
             metrics=self.metrics,
             journal=Journal(facts, config, PlannerState(), journal),

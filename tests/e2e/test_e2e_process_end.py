@@ -102,6 +102,8 @@ def test_a_signal_during_the_start(end: object, code: int, moment: str) -> None:
     with watched() as running:
         server = running.server
         until(lambda: any(line.startswith(moment) for line in server.lines), moment)
+        # The line comes just before the first of them is started.
+        until(server.children, "some child runs")
         running.watch_children()
         end(server)
         assert server.wait_exit(END_S) == code

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from dynamictp.config import ServeConfig
+from dynamictp.errors import ResourceError
 from dynamictp.messages import SubmitRequest
 from dynamictp.server.access import Access, host_names
 from dynamictp.server.app import create_app
@@ -172,10 +173,32 @@ async def ports(stack: Stack, config: ServeConfig) -> AsyncIterator[tuple[str, s
         await running.stop()
 
 
-async def test_an_admin_port_of_its_own_takes_the_admin_paths(tmp_path: Path, unused_tcp_port: int) -> None:
+@asynccontextmanager
+async def with_admin_port(
+    stack: Stack, unused_port: Callable[[], int], **keys: str
+) -> AsyncIterator[tuple[str, str]]:
+    """As `ports`. A port that is free may be another's a moment later: then the next one."""
+    while True:
+        config = ServeConfig(port=0, admin_port=unused_port(), **keys)  # type: ignore[arg-type]
+        async with AsyncExitStack() as opened:
+            try:
+                urls = await opened.enter_async_context(ports(stack, config))
+            except ResourceError:
+                continue
+            yield urls
+            return
+
+
+async def test_an_admin_port_of_its_own_takes_the_admin_paths(
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
     (tmp_path / "admin").write_text("root\n")
-    config = ServeConfig(port=0, admin_port=unused_tcp_port, admin_key_file=str(tmp_path / "admin"))
-    async with running_stack() as stack, ports(stack, config) as (main, admin), httpx.AsyncClient() as http:
+    async with (
+        running_stack() as stack,
+        with_admin_port(stack, unused_tcp_port_factory, admin_key_file=str(tmp_path / "admin")) as urls,
+        httpx.AsyncClient() as http,
+    ):
+        main, admin = urls
         assert (await http.get(f"{main}/v1/models")).status_code == 200
         for path in ("/admin/layout", "/metrics"):
             assert (await http.get(f"{main}{path}", headers=ADMIN)).status_code in (401, 404)
