@@ -99,7 +99,7 @@ def _question(
 ) -> Question:
     """What the advisor is asked about memory and capacity of the configuration."""
     limits = _limits(scenario, found.limits)
-    if configuration.memory_mode != "static":
+    if configuration.memory_mode != "static" and scenario.devices > 1:
         limits = msgspec.structs.replace(limits, kv_cap=DYNAMIC_CAP, communicators=DYNAMIC_COMMUNICATORS)
     return Question(
         shape=found.shape,
