@@ -294,7 +294,9 @@ def _check_models(config: ServeConfig) -> None:
                 "digits, _ . or -"
             )
         if not 0 < entry.kv_share <= 1e6:
-            raise ConfigError(f"model {entry.name}: kv_share is a number above 0, not {entry.kv_share:g}")
+            raise ConfigError(
+                f"model {entry.name}: kv_share is a number above 0 and up to 1e6, not {entry.kv_share:g}"
+            )
         if not 0 <= entry.max_devices <= _LIMITS["devices"][1]:
             raise ConfigError(f"model {entry.name}: max_devices can't be {entry.max_devices}")
         if abs(entry.priority) > MAX_MODEL_PRIORITY:

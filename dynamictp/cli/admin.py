@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import click
 import httpx
@@ -65,6 +66,8 @@ def refusal(http: httpx.Client, response: httpx.Response) -> DynamicTPError:
             return DynamicTPError(f"{where} does not know this admin key: see the server's --admin-key-file")
         case 401:
             return DynamicTPError(f"{where} wants its admin key: --admin-key or DYNAMICTP_ADMIN_KEY")
+        case 404 if _error(response).get("code") == "model_not_found":
+            return DynamicTPError(_message(response))
         case 404 if _is_ours(http):
             return DynamicTPError(
                 f"{where} is the API of a DynamicTP server, and its admin interface is elsewhere: on the "
@@ -84,7 +87,12 @@ def _is_ours(http: httpx.Client) -> bool:
 
 def _message(response: httpx.Response) -> str:
     """What the server says of an error, if it says it as ours do."""
+    return str(_error(response).get("message", ""))
+
+
+def _error(response: httpx.Response) -> Mapping[str, Any]:
     try:
-        return str(response.json()["error"]["message"])
+        error = response.json()["error"]
     except (ValueError, KeyError, TypeError):
-        return ""
+        return {}
+    return error if isinstance(error, Mapping) else {}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from dynamictp.cli.numbers import FiniteRange
 from dynamictp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def _key(option: click.Option) -> str:
 
 
 DEFAULT_ARRIVALS = "poisson:1"
-_POSITIVE = click.FloatRange(0, min_open=True)
+_POSITIVE = FiniteRange(0, min_open=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 JOB_OPTIONS = (
@@ -67,7 +68,7 @@ JOB_OPTIONS = (
                  help="ask for outputs of exactly the planned length [default: where known to work]"),
     click.option("--timeout", type=_POSITIVE, default=120.0, show_default=True,
                  help="seconds a request may take"),
-    click.option("--drain", type=click.FloatRange(0), default=30.0, show_default=True,
+    click.option("--drain", type=FiniteRange(0), default=30.0, show_default=True,
                  help="seconds after the load until running requests are cut"),
     click.option("--warmup", type=click.IntRange(0), default=4, show_default=True,
                  help="requests before the load, not counted"),

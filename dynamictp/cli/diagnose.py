@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dynamictp.cli.admin import admin_client, get, refusal
+from dynamictp.cli.numbers import FiniteRange
 from dynamictp.errors import ConfigError, DynamicTPError
 from dynamictp.observe.diagnose import Diagnosis, diagnose
 from dynamictp.observe.figures import Figures, figures_of
@@ -28,7 +29,7 @@ LOOK_S = 1.0
 @click.argument("target", metavar="[URL|REPORT.json]", default="http://127.0.0.1:8000")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=1, max=3600),
+    type=FiniteRange(min=1, max=3600),
     default=10.0,
     show_default=True,
     help="how long to watch a server",

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynamictp.cli.admin import admin_client, admin_options, refusal
+from dynamictp.cli.numbers import FiniteRange
 from dynamictp.errors import DynamicTPError, LayoutRefused
 from dynamictp.layout import spec_of
 
@@ -70,7 +71,9 @@ def show(url: str, key: str | None) -> None:
 @admin_options
 @click.option("--wait", type=click.Choice(["none", "commit", "closed"]), default="closed", show_default=True)
 @click.option(
-    "--drain-deadline-s", type=float, help="how long old requests may stay before they are handed over"
+    "--drain-deadline-s",
+    type=FiniteRange(0),
+    help="how long old requests may stay before they are handed over",
 )
 @click.option("--ramp", is_flag=True, help="move requests step by step, and back if that is worse")
 def set_layout(

@@ -17,6 +17,7 @@ import click
 import httpx
 
 from dynamictp.cli.admin import admin_client, admin_options, refusal
+from dynamictp.cli.numbers import FiniteRange
 from dynamictp.errors import DynamicTPError
 
 NONE_FREE = 75
@@ -43,20 +44,20 @@ _PR_SET_PDEATHSIG = 1
 )
 @click.option(
     "--notice",
-    type=click.FloatRange(0, 3600),
+    type=FiniteRange(0, 3600),
     default=10.0,
     show_default=True,
     help="seconds that the server waits for devices it calls back",
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(0, 3600),
+    type=FiniteRange(0, 3600),
     default=10.0,
     show_default=True,
     help="seconds from SIGTERM to SIGKILL when they are called back",
 )
 @click.option(
-    "--wait", type=click.FloatRange(0, 600), default=0.0, show_default=True, help="seconds to wait for them"
+    "--wait", type=FiniteRange(0, 600), default=0.0, show_default=True, help="seconds to wait for them"
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def lease(url: str, key: str | None, wait: float, command: tuple[str, ...], **given: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ def _question(model: str, flags: dict[str, Any]) -> Any:
     from dynamictp.cost.calibration import Calibration  # noqa: PLC0415
 
     for name in ("scale", "rate", "ttft_s", "tpot_ms"):
-        if flags[name] is not None and not flags[name] > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {flags[name]:g}; expected more than 0")
+        if flags[name] is not None and not 0 < flags[name] < math.inf:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {flags[name]:g}; expected a finite number above 0"
+            )
     shape = _stored(open_shape(model), flags)
     if not 0 <= flags["context"] <= shape.max_context:
         raise ConfigError(f"--context is {flags['context']}; {shape.name} holds up to {shape.max_context}")

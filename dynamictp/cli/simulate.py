@@ -10,6 +10,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from dynamictp.cli.numbers import FiniteRange
 from dynamictp.errors import ConfigError
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -20,9 +21,7 @@ _COLUMNS = 130
 @click.command()
 @click.argument("scenario", required=False, type=_INPUT)
 @click.option("--seeds", type=click.IntRange(1, 1000), help="run with the seeds 0 to N-1 instead of its own")
-@click.option(
-    "--duration", type=click.FloatRange(0, min_open=True), help="seconds of load instead of its own"
-)
+@click.option("--duration", type=FiniteRange(0, min_open=True), help="seconds of load instead of its own")
 @click.option("--only", multiple=True, metavar="NAME", help="this configuration only; may be repeated")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="processes to run in")
 @click.option("--json", "json_path", type=_FILE, help="write everything here")

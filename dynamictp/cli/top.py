@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from dynamictp.cli.admin import admin_client, get, refusal
+from dynamictp.cli.numbers import FiniteRange
 from dynamictp.errors import DynamicTPError
 from dynamictp.observe.top import View, screen
 
@@ -22,7 +23,7 @@ ASKS_KEY = (401, 403)
 
 @click.command()
 @click.argument("url", default="http://127.0.0.1:8000")
-@click.option("--interval", type=click.FloatRange(min=0.2), default=1.0, show_default=True, help="seconds")
+@click.option("--interval", type=FiniteRange(min=0.2), default=1.0, show_default=True, help="seconds")
 @click.option("--once", is_flag=True, help="print one screen and exit")
 @click.option("--model", help="whose history and decisions to show, of several (default: the first)")
 @click.option("--admin-key", envvar="DYNAMICTP_ADMIN_KEY", help="admin key, where the server wants one")

@@ -63,7 +63,10 @@ def check_layout(
                 raise LayoutRefused(f"{shape}: the model here is '{model}'")
             if shape.tp not in degrees:
                 known = ", ".join(map(str, degrees))
-                raise LayoutRefused(f"{shape}: this model on this node can be served at degree {known}")
+                bound = f", as it may take {devices} of the {pool} devices" if devices < pool else ""
+                raise LayoutRefused(
+                    f"{shape}: this model on this node can be served at degree {known}{bound}"
+                )
         place(spec, devices, ())
         if isinstance(layout, Layout) and max(layout.devices) >= pool:
             raise LayoutRefused(f"{layout} names device {max(layout.devices)}; the pool has 0 to {pool - 1}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,6 +155,9 @@ def read_scenario(path: Path) -> Scenario:
 
 def build_scenario(values: Mapping[str, Any], where: str = "scenario") -> Scenario:
     """From plain values. Raises `ConfigError` that names the key."""
+    for key, value in _numbers(values):
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}: {key}: {value:g} is no finite number")
     try:
         scenario = msgspec.convert(values, Scenario)
     except msgspec.ValidationError as error:
@@ -164,6 +168,18 @@ def build_scenario(values: Mapping[str, Any], where: str = "scenario") -> Scenar
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return scenario
+
+
+def _numbers(value: object, key: str = "") -> Iterator[tuple[str, float]]:
+    """All floats in plain values, with the key they stand at."""
+    if isinstance(value, float):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _numbers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, f"{key}[{index}]")
 
 
 def check_scenario(scenario: Scenario) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from dynamictp.cost.shape import ModelShape
 
 
-class SwitchTimes(msgspec.Struct, frozen=True):
+class SwitchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the phases of a switch take on the node. Seconds."""
 
-    prepare_s: float = 0.05
-    commit_s: float = 0.005
+    prepare_s: Annotated[float, Meta(ge=0)] = 0.05
+    commit_s: Annotated[float, Meta(ge=0)] = 0.005
 
 
 Drift = tuple[tuple[float, float], ...]

@@ -36,6 +36,8 @@ def serving(pages: Mapping[str, Any], *, key: str = "") -> Iterator[str]:
                 status, body = 401, {"error": {"message": "the admin key is needed"}}
             elif body is None:
                 status, body = 404, {"detail": "Not Found"}
+            elif "error" in body:
+                status = 404
             self.rfile.read(int(self.headers["content-length"] or 0))
             encoded = json.dumps(body).encode()
             self.send_response(status)
@@ -114,3 +116,25 @@ def test_the_warning_of_a_server_that_still_loads() -> None:
     with serving({"/admin/layout": LAYOUT | {"observed": "", "target": ""}}) as url:
         shown = CliRunner().invoke(cli, ["layout", "show", "--url", url])
     assert (shown.exit_code, shown.output) == (0, "the server is still loading its model\n")
+
+
+def test_a_model_that_is_not_there_is_told_as_the_server_says_it() -> None:
+    refused = {"error": {"message": "the model 'x' does not exist here", "code": "model_not_found"}}
+    with serving(OURS | {"/admin/layout": LAYOUT, "/admin/history": refused}) as url:
+        assert said(["top", url, "--once", "--model", "x"]) == "the model 'x' does not exist here"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["lease", "--notice", "nan", "--", "true"],
+        ["diagnose", "--seconds", "nan"],
+        ["top", "--interval", "inf"],
+        ["layout", "set", "tp1", "--drain-deadline-s", "nan"],
+        ["simulate", __file__, "--duration", "inf"],
+        ["bench", "run", "http://127.0.0.1:9", "--dry-run", "--scale", "nan"],
+    ],
+)
+def test_numbers_that_are_none_are_refused(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli, arguments)
+    assert (result.exit_code, "is no finite number" in result.output) == (2, True)

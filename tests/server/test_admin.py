@@ -216,3 +216,8 @@ async def test_pin_and_auto_in_dynamic_mode(stack: Stack) -> None:
 def test_huge_layouts_are_refused_quickly() -> None:
     with pytest.raises(LayoutRefused):
         check_layout("+".join(["9999*tp1024"] * 20), (1, 2), 2, "tiny")
+
+
+def test_a_degree_that_the_other_models_leave_no_devices_for_says_so() -> None:
+    with pytest.raises(LayoutRefused, match=r"tp2: .* at degree 1, as it may take 1 of the 2 devices; legal"):
+        check_layout("tp2", (1,), 1, "tiny", pool=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,18 @@ def test_a_sweep_tries_every_combination() -> None:
     assert last.label == "dynamic (target_utilisation=0.6, shrink_after_s=60)"
     assert expanded.control(last).target_utilisation == 0.6
     assert not expanded.sweep
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"duration_s": math.inf}, r"duration_s: inf is no finite number"),
+        ({"switch": {"prepare_s": math.nan}}, r"switch\.prepare_s: nan is no finite number"),
+        ({"sweep": {"target_utilisation": [0.5, math.inf]}}, r"sweep\.target_utilisation\[1\]: inf"),
+        ({"switch": {"prepare_s": -1.0}}, r"`switch\.prepare_s`"),
+        ({"switch": {"prepared_s": 1.0}}, r"unknown field `prepared_s`"),
+    ],
+)
+def test_times_that_make_no_sense_are_refused(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        small(**values)

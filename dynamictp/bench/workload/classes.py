@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ LONG_PROMPT_TOKENS = 1024
 LONG_OUTPUT_TOKENS = 128
 # Of the peak rate, from which on classes that only come at the peak do come.
 PEAK_SHARE = 0.8
+# Of a workload's `scale`: longer prompts than any model's context.
+MOST_SCALE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +150,10 @@ class Workload:
     longest_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not self.duration_s > 0 or not self.scale > 0 or self.seed < 0:
+        if not 0 < self.duration_s < math.inf or not 0 < self.scale <= MOST_SCALE or self.seed < 0:
             raise ConfigError(
                 f"duration {self.duration_s:g} s, scale {self.scale:g} and seed {self.seed}: "
-                "expected more than 0, more than 0, and 0 or more"
+                f"expected more than 0, more than 0 and up to {MOST_SCALE:g}, and 0 or more"
             )
         if not any(item.when == "always" for item in self.classes):
             raise ConfigError("a workload needs a class that is not bound to the peak")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -134,3 +135,9 @@ def test_workloads_that_make_no_sense_are_refused() -> None:
     for bad in ("0.5", "x", "2:-1"):
         with pytest.raises(ConfigError):
             Turns.parse(bad)
+
+
+@pytest.mark.parametrize("values", [{"duration_s": math.inf}, {"scale": math.inf}, {"scale": 1e300}])
+def test_a_workload_without_bounds_is_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="expected more than 0"):
+        Workload(classes=parse_mix("chat-rag"), **values)
