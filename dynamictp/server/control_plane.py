@@ -74,7 +74,7 @@ class ControlPlane:
             try:
                 await self.tick()
             except Exception:
-                log.exception("a decision failed")
+                log.exception("%sa decision failed", self._board.label)
             spent_s = self._clock.now() - began_s
             self._nudged.clear()
             with contextlib.suppress(TimeoutError):
@@ -115,7 +115,7 @@ class ControlPlane:
         for name in config.__struct_fields__:
             old, new = getattr(before, name), getattr(config, name)
             if old != new:
-                log.info("configuration: %s is %s, was %s", name, new, old)
+                log.info("%sconfiguration: %s is %s, was %s", self._board.label, name, new, old)
 
     # ------------------------------------------------------------ events
 
@@ -154,12 +154,13 @@ class ControlPlane:
         working = self.journal.error is None
         self.journal.add(seen, decision, self._state)
         if working and self.journal.error is not None:
-            log.warning("the journal's file is given up: %s", self.journal.error)
+            log.warning("%sthe journal's file is given up: %s", self._board.label, self.journal.error)
         self._metrics.plane.on_decision(decision, self._state.online.ratios)
         if decision.target is not None or last is None or decision.alarms != last.alarms:
             figures = ", ".join(f"{name} {value:g}" for name, value in decision.figures.items())
             log.info(
-                "decision: %s -> %s, %s%s (%s)%s",
+                "%sdecision: %s -> %s, %s%s (%s)%s",
+                self._board.label,
                 seen.layout,
                 decision.target or "stay",
                 decision.reason,

@@ -97,10 +97,10 @@ def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, obje
     }
 
 
-def _log_end(status: SwitchStatus, model: str) -> None:
+def _log_end(status: SwitchStatus, label: str) -> None:
     log.info(
         "%sswitch_id=%s from=%s to=%s reason=%s outcome=%s handovers=%d recomputes=%d phases_ms=%s%s",
-        f"model={model} " if model else "",
+        label,
         status.switch_id,
         status.from_layout,
         status.to_layout,
@@ -119,7 +119,8 @@ class SwitchBoard:
     def __init__(self, incarnation: str, model: str = "") -> None:
         """`incarnation` leads the switch ids, so that a restarted server never uses one again. `model` is
         named in the log, where there are several."""
-        self._model = model
+        self.label = f"model={model} " if model else ""
+        """Leads lines of the log."""
         self._incarnation = incarnation
         self._switches: dict[str, SwitchStatus] = {}
         self._times: dict[str, Times] = {}
@@ -163,7 +164,7 @@ class SwitchBoard:
             times.committed = now
         if status.outcome in _ENDED:
             times.ended = now
-            _log_end(status, self._model)
+            _log_end(status, self.label)
         self._switches[status.switch_id] = status
         while len(self._switches) > MAX_SWITCHES:
             oldest = next(iter(self._switches))

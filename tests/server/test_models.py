@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -261,7 +262,10 @@ class Wishes:
         monkeypatch.setattr(control_plane, "decide", decide)
 
 
-async def test_planners_share_the_pool_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planners_share_the_pool_by_priority(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     async with running_models(TWO, mode="dynamic", priorities={"small": 1}) as models:
         planes = {s.model: s.plan_with(pool_facts(), ControlConfig()) for s in models.roster.services}
         wishes = Wishes(monkeypatch, planes)
@@ -302,6 +306,8 @@ async def test_planners_share_the_pool_by_priority(monkeypatch: pytest.MonkeyPat
         assert {decision["model"] for decision in decided} == {"big", "small"}
         of_one = (await models.http.get("/admin/decisions?model=big")).json()["decisions"]
         assert {decision["model"] for decision in of_one} == {"big"}
+        said = [line for line in caplog.messages if "decision: " in line]
+        assert {line.partition(" ")[0] for line in said} == {"model=big", "model=small"}
         assert (await models.http.get("/admin/journal")).status_code == 400
         assert (await models.http.get("/admin/journal?model=small")).status_code == 200
 
