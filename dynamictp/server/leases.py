@@ -11,6 +11,7 @@ from dynamictp.clock import Clock
 from dynamictp.control.pool import DeviceState, Lease, Level, ResourcePool
 from dynamictp.errors import CapacityError, LeaseConflict
 from dynamictp.layout import Layout, LayoutSpec
+from dynamictp.server.changes import Changes
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class LeaseDesk:
         self.power: Power = AlwaysAwake()
         self._clock = clock
         self._layouts = layouts
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._watch: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ leases
@@ -91,7 +92,7 @@ class LeaseDesk:
                 # After a switch the next snapshot is due in a moment, which no one needs to wait for himself.
                 patience_s = max(wait_s, SNAPSHOT_S) if self._layouts.unsettled else wait_s
                 left = began + patience_s - self._clock.now()
-                if left <= 0 or not await self._wait(left):
+                if left <= 0 or not await self._changes.wait(left):
                     raise
             else:
                 self._lent(lease)
@@ -137,7 +138,7 @@ class LeaseDesk:
             else:
                 self._called(self.pool.call_back(layout.devices - self.pool.available, reason))
             left = end - self._clock.now()
-            if left <= 0 or not await self._wait(left):
+            if left <= 0 or not await self._changes.wait(left):
                 raise CapacityError(f"{layout}: its devices are called back from leases", retry_after_s=10)
 
     # ------------------------------------------------------------ within
@@ -180,17 +181,7 @@ class LeaseDesk:
 
     def notify(self) -> None:
         """What may be leased, or is in the way, has changed: those who wait look again."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _wait(self, timeout_s: float) -> bool:
-        """False when nothing changed in that time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        self._changes.notify()
 
     def states(self) -> dict[int, DeviceState]:
         return self.pool.states(self.power.asleep)

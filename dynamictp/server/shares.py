@@ -5,7 +5,6 @@ A server of one model has one share, which has every device that is not leased.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from dynamictp.control.sharing import divide, reach
 from dynamictp.errors import ConfigError
 from dynamictp.layout import Layout, LayoutSpec
 from dynamictp.messages import Body, SetDevices, Snapshot
+from dynamictp.server.changes import Changes
 from dynamictp.server.leases import LeaseDesk
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class DeviceShares:
         )
         self.desk = LeaseDesk(self.pool, clock, self)
         self._shares: dict[str, Share] = {}
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     # ------------------------------------------------------------ members
 
@@ -227,12 +227,7 @@ class DeviceShares:
 
     async def wait(self, timeout_s: float) -> bool:
         """Returns at the next change of the division; False when the time is up first."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await self._changes.wait(timeout_s)
 
     # ------------------------------------------------------------ within
 
@@ -260,8 +255,7 @@ class DeviceShares:
             if more:
                 share.holder.gained()
         if changes:
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+            self._changes.notify()
 
 
 def _demand(share: Share) -> Demand:

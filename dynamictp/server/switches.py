@@ -17,6 +17,7 @@ import msgspec
 from dynamictp.errors import CapacityError, LayoutRefused, NotFound, SwitchConflict
 from dynamictp.layout import Layout, LayoutSpec, legal_specs, parse_layout, place
 from dynamictp.messages import Body, CancelSwitch, FirstAdmission, SetLayout, SwitchStatus
+from dynamictp.server.changes import Changes
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class SwitchBoard:
         self._incarnation = incarnation
         self._switches: dict[str, SwitchStatus] = {}
         self._times: dict[str, Times] = {}
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._numbers = 0
         self.target: str | None = None
         """The layout last asked for by hand, None before the first."""
@@ -169,8 +170,7 @@ class SwitchBoard:
         while len(self._switches) > MAX_SWITCHES:
             oldest = next(iter(self._switches))
             del self._switches[oldest], self._times[oldest]
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes.notify()
         for listener in self.listeners:
             listener(status)
 
@@ -256,6 +256,6 @@ class SwitchBoard:
                     )
                     if reached or until == "none":
                         return status
-                    await self._changed.wait()
+                    await self._changes.wait()
         except TimeoutError:
             return None
