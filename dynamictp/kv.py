@@ -11,6 +11,9 @@ import msgspec
 from dynamictp.errors import ModelRefused
 from dynamictp.facts import DTYPE_BYTES, DType, ModelFacts
 
+DYNAMIC_CAP = 0.7
+"""Share of its quota that a domain may fill in dynamic mode, so that a switch has room (D6)."""
+
 
 class KVSpec(msgspec.Struct, frozen=True):
     """Form of the KV pages of one layer group. `kind` other than full attention is refused at load."""
@@ -58,6 +61,11 @@ class KVSpec(msgspec.Struct, frozen=True):
 def quota_blocks(arena_blocks: int, devices: int, domain_devices: int, cap: float = 1.0) -> int:
     """Blocks that a domain may reference: its devices' share of the arena, times the cap.
 
-    The cap is 0.7 in dynamic mode (a switch needs room, D6), 1 in static mode.
+    The cap is `switching_cap` in dynamic mode, 1 in static mode.
     """
     return int(arena_blocks * domain_devices * cap) // devices
+
+
+def switching_cap(devices: int) -> float:
+    """The cap where the layout changes by itself. With one device there is none to change to."""
+    return DYNAMIC_CAP if devices > 1 else 1.0

@@ -110,8 +110,9 @@ def _question(model: str, flags: dict[str, Any]) -> Any:
         raise ConfigError(f"--context is {flags['context']}; {shape.name} holds up to {shape.max_context}")
     calibration = Calibration.load(Path(flags["calibration"])) if flags["calibration"] else None
     machine, limits, assumptions = _machine(flags, calibration)
-    dynamic = flags["mode"] == "dynamic"
-    changes: dict[str, Any] = {"kv_cap": 0.7, "communicators": 3} if dynamic else {}
+    if flags["mode"] == "dynamic":
+        limits = limits.for_switching()
+    changes: dict[str, Any] = {}
     for name in ("max_num_seqs", "max_batched_tokens"):
         if flags[name] is not None:
             if flags[name] < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynamictp.cost.figures import Figure
+from dynamictp.kv import DYNAMIC_CAP
 
 GB = 10**9
 GIB = 1 << 30
@@ -100,8 +101,12 @@ class EngineLimits(msgspec.Struct, frozen=True):
     steps_ahead: int = 1
     """Steps planned while one runs: a request that arrives begins after them."""
     kv_cap: float = 1.0
-    """Part of the arena one domain may fill: 0.7 in dynamic mode (D6), 1 in static mode."""
+    """Part of the arena one domain may fill."""
     kv_bytes: float = 0.0
     """Memory for KV of the whole node, 0: what the devices have left."""
     communicators: int = 1
-    """Communicators held in memory: 3 in dynamic mode (current, target, one parked)."""
+    """Communicators held in memory."""
+
+    def for_switching(self) -> EngineLimits:
+        """Of dynamic mode: room for a switch; communicators of the present, the next and a parked layout."""
+        return msgspec.structs.replace(self, kv_cap=DYNAMIC_CAP, communicators=3)

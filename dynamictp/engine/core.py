@@ -21,6 +21,7 @@ from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.turns import Turns
 from dynamictp.engine.watch import HELLO_AGAIN_S, HELLO_S, LOOK_S, Watch
 from dynamictp.errors import ConfigError, LayoutRefused, ProtocolError
+from dynamictp.kv import switching_cap
 from dynamictp.messages import (
     NO_TOKEN,
     Body,
@@ -50,8 +51,6 @@ from dynamictp.messages import (
 log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 0.25
-DYNAMIC_CAP = 0.7
-"""Share of its quota that a domain may fill in dynamic mode, so that a switch has room."""
 
 
 class EngineCore:
@@ -79,8 +78,7 @@ class EngineCore:
         self.pool = BlockPool(arena.pages, facts.kv_heads, prefix_cache=start.prefix_cache)
         context = min(start.max_model_len or facts.max_context, facts.max_context)
         limits = Limits(arena.page_tokens, start.max_batched_tokens, start.max_step_ms)
-        # With one device there is no layout to change to.
-        self._cap = DYNAMIC_CAP if start.mode == "dynamic" and start.devices > 1 else 1.0
+        self._cap = switching_cap(start.devices) if start.mode == "dynamic" else 1.0
         self._context = min(context, self.pool.total * arena.page_tokens)
         self._times = StepTimes()
         self._admission = Admission(

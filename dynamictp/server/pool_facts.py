@@ -11,7 +11,7 @@ from dynamictp.control.facts import PoolFacts
 from dynamictp.cost.calibration import Calibration
 from dynamictp.cost.hardware import EngineLimits, LinkFacts
 from dynamictp.cost.shape import ModelShape
-from dynamictp.engine.core import DYNAMIC_CAP
+from dynamictp.kv import switching_cap
 from dynamictp.server.plan import NodePlan
 
 TYPICAL = Measured(
@@ -28,7 +28,7 @@ def pool_facts(config: ServeConfig, plan: NodePlan) -> PoolFacts:
     calibration = Calibration.load(Path(config.calibration)) if config.calibration else None
     measured = (measured_by(calibration) if calibration is not None else None) or TYPICAL
     machine, _ = local_machine(plan.devices, measured)
-    cap = DYNAMIC_CAP if plan.devices > 1 else 1.0
+    cap = switching_cap(plan.devices)
     memory = machine.device.shared_bandwidth or machine.device.bandwidth
     return PoolFacts(
         shape=ModelShape.of(plan.facts, config.model_name, config.dtype),

@@ -25,11 +25,6 @@ from dynamictp.layout import LayoutSpec, legal_specs
 from dynamictp.sim.pool import Setup
 from dynamictp.sim.scenario import Configuration, Scenario
 
-DYNAMIC_CAP = 0.7
-"""Part of the pages that a domain may fill where the layout changes (D6)."""
-DYNAMIC_COMMUNICATORS = 3
-"""Current, target and one parked."""
-
 
 class Hardware(msgspec.Struct, frozen=True):
     """What all configurations of a scenario share."""
@@ -100,7 +95,7 @@ def _question(
     """What the advisor is asked about memory and capacity of the configuration."""
     limits = _limits(scenario, found.limits)
     if configuration.memory_mode != "static" and scenario.devices > 1:
-        limits = msgspec.structs.replace(limits, kv_cap=DYNAMIC_CAP, communicators=DYNAMIC_COMMUNICATORS)
+        limits = limits.for_switching()
     return Question(
         shape=found.shape,
         machine=found.machine,
