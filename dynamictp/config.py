@@ -304,7 +304,7 @@ def _check_models(config: ServeConfig) -> None:
         try:
             _check(config.of_model(entry))
         except ConfigError as error:
-            raise ConfigError(f"model {entry.name}: {error}") from error
+            raise error.of_model(entry.name) from error
 
 
 def _check_access(config: ServeConfig) -> None:

@@ -24,6 +24,9 @@ Messages say what was wrong, what was expected and what to do.
 
 from __future__ import annotations
 
+import re
+from typing import Self
+
 _MAX_MESSAGE_CHARS = 800
 
 
@@ -137,6 +140,11 @@ class FatalError(DynamicTPError):
         half = _MAX_MESSAGE_CHARS // 2
         cut = len(message) > _MAX_MESSAGE_CHARS
         super().__init__(f"{message[:half]} … {message[-half:]}" if cut else message)
+
+    def of_model(self, name: str) -> Self:
+        """The same of one of several models, whose parameters are keys of a file, not flags."""
+        text = re.sub(r"^--[a-z-]+", lambda flag: flag[0][2:].replace("-", "_"), str(self))
+        return type(self)(f"model {name}: {text}")
 
 
 class ConfigError(FatalError):

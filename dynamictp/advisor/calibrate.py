@@ -99,8 +99,7 @@ class Calibrator:
                 step_s = self._streams_s(most)
                 requests.append(self._beside(tp, most, step_s))
                 if self._machine.device.shared_bandwidth is not None:
-                    domain = self._domain(tp, self._calibration(points), tp * most)
-                    crowded.append(CrowdedPoint(tp, tp * most, memory_slowdown(domain, step_s)))
+                    crowded += self._crowded(self._domain(tp, self._calibration(points), tp * most), step_s)
         return msgspec.structs.replace(
             self._calibration(points), requests=merged(requests), crowded=tuple(crowded)
         )
@@ -127,6 +126,17 @@ class Calibrator:
             calibration=calibration,
             active_devices=active_devices,
         )
+
+    def _crowded(self, domain: Domain, step_s: float) -> list[CrowdedPoint]:
+        """What the other domains do to memory; nothing, said, where memory does not explain the step."""
+        slowdown = memory_slowdown(domain, step_s)
+        if slowdown is None:
+            self._say(
+                f"tp{domain.tp} beside others took {step_s * 1e3:.1f} ms a step, which memory up to "
+                f"{_MOST_SLOWDOWN:g} times slower does not explain: left out"
+            )
+            return []
+        return [CrowdedPoint(domain.tp, domain.active_devices, slowdown)]
 
     def _streams_s(self, domains: int) -> float:
         """A step of every domain with `LONG_STREAMS` short streams each."""
@@ -269,9 +279,9 @@ def outside_steps(
     return RequestPoint(busy_devices, middle, max(middle - spread, 0.0), middle + spread)
 
 
-def memory_slowdown(domain: Domain, step_s: float) -> float:
+def memory_slowdown(domain: Domain, step_s: float) -> float | None:
     """How many times slower memory must be for `LONG_STREAMS` short streams on that calibrated domain, beside
-    others, to take `step_s` a step. At most 4 either way: beyond, something else was measured.
+    others, to take `step_s` a step. None beyond 4 either way: something else was measured.
     """
     calibration = domain.calibration
     assert calibration is not None
@@ -284,6 +294,8 @@ def memory_slowdown(domain: Domain, step_s: float) -> float:
         step = StepModel(tried).decode(LONG_STREAMS, SHORT_CONTEXT + _OUTPUT / 2)
         return step.total_s < step_s
 
+    if not too_fast(1 / _MOST_SLOWDOWN) or too_fast(_MOST_SLOWDOWN):
+        return None
     return bisect(too_fast, 1 / _MOST_SLOWDOWN, _MOST_SLOWDOWN)
 
 

@@ -57,7 +57,7 @@ class Plan:
 
 
 FULL = Plan(
-    streams=(1, 4, 16, 32), decode_rounds=3, prefill_rounds=5, switches=12, starts=3, metric_rounds=12
+    streams=(1, 4, 16, 32), decode_rounds=3, prefill_rounds=5, switches=12, starts=3, metric_rounds=24
 )
 QUICK = Plan(
     (1, 4, 16, 32), decode_rounds=1, prefill_rounds=2, switches=4, starts=1, metric_rounds=2,

@@ -1,8 +1,9 @@
-"""What metrics cost: a server as it is, scraped every second, and one that counts nothing, taking turns.
+"""What metrics cost: a server that counts and is scraped every second, and the same server counting nothing.
 
-Both run all the time on the same cores; the one whose turn it isn't sleeps. A round plays the same load on
-each, in alternating order, and the figure is the median over the rounds' ratios: the machine's state changes
-more between rounds than between two plays of one.
+One server that switches its metrics off and on (`dynamictp.bench.unmetered`): two of them differ in where
+their memory lies by more than what is measured. A round plays the same load on each side, in alternating
+order, and the figure is the median over the rounds' ratios: the machine's state changes more between rounds
+than between two plays of one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -22,10 +24,10 @@ from dynamictp.bench.measure import Figure, estimate
 from dynamictp.bench.player import run_schedule
 from dynamictp.bench.probe import http_client
 from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
-from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import Request, together
 from dynamictp.bench.server import ServerProcess, interrupts_deferred, serve_command
 from dynamictp.bench.stats import summarise
+from dynamictp.bench.unmetered import OFF, ON
 from dynamictp.clock import SystemClock
 from dynamictp.errors import FatalError
 
@@ -61,21 +63,27 @@ class MetricsCost:
 
 @dataclass
 class Side:
-    """One of the two servers, and what its plays gave."""
+    """What the plays with metrics, or those without, gave."""
 
-    server: ServerProcess
-    url: str
-    scraped: bool
+    counting: bool
     tokens_per_s: list[float] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)
     scrape_s: list[float] = field(default_factory=list)
 
-    def play(self, schedule: Sequence[Request]) -> None:
+    async def play(self, server: psutil.Process, url: str, schedule: Sequence[Request]) -> None:
         """Play the load once. Raises FatalError when a request fails."""
-        process = psutil.Process(self.server.pid)
-        before_s = _cpu_s(process)
-        results = run_lowered(lambda: self._play(schedule))
-        used_s = _cpu_s(process) - before_s
+        server.send_signal(ON if self.counting else OFF)
+        client = Client(url, "demo", return_token_ids=True)
+        before_s = _cpu_s(server)
+        scraping = asyncio.create_task(self._scrape(url)) if self.counting else None
+        try:
+            results = await run_schedule(schedule, client, SystemClock())
+        finally:
+            if scraping is not None:
+                scraping.cancel()
+                with suppress(asyncio.CancelledError):
+                    await scraping
+        used_s = _cpu_s(server) - before_s
         for result in results:
             if result.failure is not None:
                 raise FatalError(f"a request failed: {result.failure}")
@@ -83,21 +91,9 @@ class Side:
         self.tokens_per_s.append(summary.tokens_per_s)
         self.cpu_us.append(used_s * 1e6 / summary.output_tokens)
 
-    async def _play(self, schedule: Sequence[Request]) -> list[Result]:
-        scraping = asyncio.create_task(self._scrape()) if self.scraped else None
-        try:
-            return await run_schedule(
-                schedule, Client(self.url, "demo", return_token_ids=True), SystemClock()
-            )
-        finally:
-            if scraping is not None:
-                scraping.cancel()
-                with suppress(asyncio.CancelledError):
-                    await scraping
-
-    async def _scrape(self) -> None:
+    async def _scrape(self, url: str) -> None:
         clock = SystemClock()
-        async with http_client(self.url, None) as http:
+        async with http_client(url, None) as http:
             while True:
                 began_s = clock.now()
                 (await http.get("/metrics")).raise_for_status()
@@ -108,23 +104,27 @@ class Side:
 def measure_metrics_cost(
     rounds: int, flags: Sequence[str] = (), on_round: Callable[[int], None] = lambda _round: None
 ) -> MetricsCost:
-    """Starts both servers of the embedded model with `flags` and plays `rounds` rounds on them.
+    """Starts a server of the embedded model with `flags` and plays `rounds` rounds on it.
 
-    Raises FatalError when a server does not start or a request fails.
+    Raises FatalError when the server does not start or a request fails.
     """
+    command = ["dynamictp.bench.unmetered" if part == "dynamictp" else part for part in serve_command(LAYOUT)]
+    metered, silent = Side(counting=True), Side(counting=False)
     with ExitStack() as stack:
-        metered = _start(stack, "dynamictp", flags, scraped=True)
-        silent = _start(stack, "dynamictp.bench.unmetered", flags, scraped=False)
-        ids = run_lowered(lambda: _tokens(metered.url))
+        with interrupts_deferred():
+            server = stack.enter_context(ServerProcess([*command, *flags]))
+        url, process = server.wait_ready(), psutil.Process(server.pid)
+        ids = run_lowered(lambda: _tokens(url))
         rng = np.random.default_rng(0)
         for number in range(rounds + 1):
-            # The first round warms up: both servers' first use of everything.
-            prompts = exact_prompts(ids, PROMPT_TOKENS, STREAMS, rng)
-            schedule = together(prompts, OUTPUT_TOKENS, {"ignore_eos": True})
+            # The first round warms up: the server's first use of everything.
             for side in (metered, silent) if number % 2 else (silent, metered):
-                side.play(schedule)
+                # Other prompts each time: the prefix cache knows the last ones.
+                prompts = exact_prompts(ids, PROMPT_TOKENS, STREAMS, rng)
+                schedule = together(prompts, OUTPUT_TOKENS, {"ignore_eos": True})
+                run_lowered(partial(side.play, process, url, schedule))
             on_round(number)
-        return cost_of(metered, silent)
+    return cost_of(metered, silent)
 
 
 def cost_of(metered: Side, silent: Side) -> MetricsCost:
@@ -145,13 +145,6 @@ def cost_of(metered: Side, silent: Side) -> MetricsCost:
         len(metered.scrape_s),
         median(metered.scrape_s) * 1e3 if metered.scrape_s else 0.0,
     )
-
-
-def _start(stack: ExitStack, module: str, flags: Sequence[str], *, scraped: bool) -> Side:
-    command = [module if part == "dynamictp" else part for part in serve_command(LAYOUT)]
-    with interrupts_deferred():
-        server = stack.enter_context(ServerProcess([*command, *flags]))
-    return Side(server, server.wait_ready(), scraped)
 
 
 async def _tokens(url: str) -> tuple[int, ...]:

@@ -129,12 +129,10 @@ def corrected(base: Calibration | None, ratios: Ratios, most_tokens: int) -> Cal
             ratio = decode ** (1 - share) * prefill**share
             before = base.correction(op, tp, size) if base is not None else None
             points.append(CalibrationPoint(op, tp, size, ratio * (before.ratio if before else 1.0)))
-    return Calibration(
-        model=base.model if base is not None else "",
-        device=base.device if base is not None else "",
-        source="online" if base is None else f"{base.source}, corrected online",
-        points=tuple(points),
-    )
+    if base is None:
+        return Calibration(model="", device="", source="online", points=tuple(points))
+    source = f"{base.source}, corrected online"
+    return msgspec.structs.replace(base, source=source, points=tuple(points))
 
 
 def provenance(ratios: Ratios, base: Calibration | None, tp: int, phase: Phase) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from dynamictp.engine.process import become_engine_process, map_control, run_engine
 from dynamictp.errors import FatalError
 from dynamictp.messages import EngineStart
+from dynamictp.process import settle_heap
 
 log = logging.getLogger("dynamictp.engine")
 
@@ -29,6 +30,7 @@ def main() -> int:
     start = msgspec.json.decode(data, type=EngineStart)
     try:
         control = map_control(arguments.control_fd, start.comm_slots, start.devices)
+        settle_heap()
         run_engine(start, arguments.sockets, control)
     except FatalError as error:
         log.critical("%s", error)

@@ -18,6 +18,7 @@ import click
 from dynamictp.clock import SystemClock
 from dynamictp.config import ServeConfig
 from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
+from dynamictp.process import settle_heap
 from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.keys import KeyRings
 from dynamictp.server.machine import usable_cores
@@ -128,6 +129,7 @@ class _Launch:
                 say(model.told(engine, seconds))
             for line in self._config_lines(models[0].plan.devices):
                 say(line)
+            settle_heap()
             click.echo(f"DynamicTP ready: {url_of(self._config.host, port)}")
             await self._keep_alive(models, stop)
         _raise_failure(models, stop.end)

@@ -158,7 +158,7 @@ def plan_models(
                 )
             )
         except (ConfigError, ResourceError) as error:
-            raise type(error)(f"model {candidate.config.model_name}: {error}") from error
+            raise error.of_model(candidate.config.model_name) from error
     return tuple(plans)
 
 

@@ -72,7 +72,7 @@ def _open(config: ServeConfig, entry: ModelEntry, say: Say) -> OpenedModel:
     try:
         opened = OpenedModel.open(config.of_model(entry), lambda text: say(f"{entry.name}: {text}"))
     except FatalError as error:
-        raise type(error)(f"model {entry.name}: {error}") from error
+        raise error.of_model(entry.name) from error
     return replace(opened, priority=entry.priority, kv_share=entry.kv_share, max_devices=entry.max_devices)
 
 

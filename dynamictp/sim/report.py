@@ -33,9 +33,16 @@ def headline(outcome: Outcome) -> str:
     requests = sum(result.requests for result in outcome.of(outcome.configurations[0]))
     return (
         f"{scenario.name or scenario.model}: {scenario.model} on {scenario.devices} x {scenario.device}, "
-        f"{requests} requests over {scenario.duration_s / 3600:g} h"
+        f"{requests} requests over {_duration(scenario.duration_s)}"
         + (f" x {len(scenario.seeds)} seeds" if len(scenario.seeds) > 1 else "")
     )
+
+
+def _duration(seconds: float) -> str:
+    """In the unit that people would say."""
+    if seconds < 2 * 60:
+        return f"{seconds:g} s"
+    return f"{seconds / 60:.4g} min" if seconds < 2 * 3600 else f"{seconds / 3600:.4g} h"
 
 
 def notes(outcome: Outcome) -> Iterator[str]:

@@ -144,6 +144,8 @@ def read_scenario(path: Path) -> Scenario:
         raise ConfigError(f"can't read the scenario {path}: {error.strerror or error}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no scenario: keys and values, such as 'model: demo'")
     scenario = build_scenario(values, str(path))
     beside: dict[str, Any] = {
         key: str(path.parent / text)

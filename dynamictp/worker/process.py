@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import mmap
 import os
@@ -21,7 +20,7 @@ from dynamictp import native
 from dynamictp.errors import ProtocolError
 from dynamictp.kernels.native import collapse, map_aligned
 from dynamictp.messages import WorkerHello
-from dynamictp.process import release_unused_memory
+from dynamictp.process import release_unused_memory, settle_heap
 from dynamictp.transport import ZmqLink, zmq_link
 from dynamictp.worker.comm.control import open_control
 from dynamictp.worker.communicators import SharedMemoryFactory
@@ -74,9 +73,7 @@ def run_worker(orders_descriptor: int, descriptors: Descriptors) -> None:
         if start.kernel_level:
             share = collapse(weights.numpy())
             log.info("device %d: %.0f %% of the weights lie in huge pages", start.device, 100 * share)
-        # What was loaded until here lives for ever: keep the collector from walking it amid a step.
-        gc.collect()
-        gc.freeze()
+        settle_heap()
         loop.serve()
 
 

@@ -150,7 +150,7 @@ def test_the_tables_show_every_block_and_its_state() -> None:
 
 
 def test_what_metrics_cost_is_judged_by_the_rounds_ratios() -> None:
-    metered, silent = (Side(None, "", scraped) for scraped in (True, False))  # type: ignore[arg-type]
+    metered, silent = Side(counting=True), Side(counting=False)
     metered.tokens_per_s, metered.cpu_us, metered.scrape_s = [1, 500, 900, 594], [9, 30, 31, 32], [0.004]
     silent.tokens_per_s, silent.cpu_us = [1, 505, 1000, 600], [9, 20, 21, 22]
     cost = cost_of(metered, silent)

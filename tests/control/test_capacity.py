@@ -12,7 +12,7 @@ from dynamictp.control.capacity import CostBook, Table
 from dynamictp.control.config import Slo
 from dynamictp.control.traffic import Profile
 from dynamictp.control.values import StepSample
-from dynamictp.cost.calibration import Calibration, CalibrationPoint
+from dynamictp.cost.calibration import Calibration, CalibrationPoint, CrowdedPoint, RequestPoint
 from dynamictp.cost.steps import StepModel
 from tests.control.pools import CPU_LEGAL, GPU_LEGAL, cpu_facts, gpu_facts
 
@@ -136,9 +136,14 @@ def test_untried_degrees_inherit_and_say_so() -> None:
 
 def test_what_is_learnt_comes_on_top_of_a_calibration_file() -> None:
     points = [CalibrationPoint("base", 1, size, 2.0) for size in (1, 16, 384)]
-    base = Calibration("m", "d", "file", tuple(points))
+    measured = RequestPoint(0, 0.004, 0.003, 0.005), CrowdedPoint(1, 2, 1.3)
+    base = Calibration(
+        "m", "d", "file", tuple(points), 1e9, requests=measured[:1], crowded=measured[1:]
+    )  # fmt: skip
     combined = corrected(base, ((1, "decode", 1.5), (1, "prefill", 1.0)), 512)
     assert combined is not None
+    kept = msgspec.structs.replace(combined, points=base.points, source=base.source)
+    assert kept == base, "what is not a step's time stays as it was measured"
     facts = cpu_facts()
     plain, after = (StepModel(facts.domain(1, 1, c)) for c in (None, combined))
     assert after.base(1, 1).total_s == pytest.approx(3.0 * plain.base(1, 1).total_s)

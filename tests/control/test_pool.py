@@ -34,7 +34,7 @@ def test_a_lease_takes_free_devices_from_the_far_end() -> None:
     }
     assert pool.states(asleep={2})[2] is DeviceState.RELEASED
     assert (pool.available, pool.free, pool.lease_of(3), pool.lease_of(2)) == (3, (2,), lease, None)
-    with pytest.raises(LeaseConflict, match="free are 2") as refused:
+    with pytest.raises(LeaseConflict, match="2 devices are asked for, free: 2") as refused:
         lend(pool, 2)
     assert refused.value.free == (2,)
 
@@ -43,7 +43,7 @@ def test_a_refused_lease_says_what_is_reserved() -> None:
     pool, _ = make(2)
     pool.observe({0})
     pool.reserve(2, hold_s=3.0)
-    with pytest.raises(LeaseConflict, match=r"free are none; reserved for a growth .*: 1"):
+    with pytest.raises(LeaseConflict, match=r"none is free; reserved for a growth .*: 1"):
         lend(pool)
 
 

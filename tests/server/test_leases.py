@@ -261,7 +261,7 @@ async def test_a_command_runs_on_the_cores_of_its_devices(stack: Stack) -> None:
 async def test_exit_codes_tell_why_a_command_did_not_run(stack: Stack) -> None:
     async with on_port(stack) as url:
         code, _, err = await run_lease(url, "true", options=("--devices", "2"))
-        assert (code, "free are 1" in err) == (75, True)
+        assert (code, "2 devices are asked for, free: 1" in err) == (75, True)
         code, _, err = await run_lease(url, "/no/such/program")
         assert (code, "No such file" in err) == (127, True)
         code, _, _ = await run_lease(url, sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")

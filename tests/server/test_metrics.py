@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamictp.bench.unmetered import SilentMetrics, SilentRequests
+from dynamictp.bench.unmetered import OFF, ON, SwitchedMetrics, SwitchedRequests, set_counting
 from dynamictp.control.values import Alarm, Decision, Reason
 from dynamictp.messages import DeviceStatus, DomainStatus, SamplingParams, Snapshot, StepTotals, SwitchStatus
 from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
@@ -106,24 +106,40 @@ def test_domains_that_come_and_go_leave_no_series_of_their_own() -> None:
     assert len(metrics._switch_seen) <= 256
 
 
-def test_a_server_without_metrics_counts_nothing() -> None:
-    silent = SilentMetrics()
-    before = silent.render()
-    silent.on_token("d1", 0.1, first=True)
-    silent.on_snapshot(snapshot(DomainStatus("d1", 1, "", 1, 1, (0,), "serving"), 3))
-    silent.on_switch(SwitchStatus("s1", "tp1", "tp2", "close", "closed"))
-    silent.requests.on_arrival()
-    silent.requests.on_queued(0.1)
-    silent.requests.on_first_token(20, 0.2)
-    silent.requests.on_failure("error")
-    for hook in [name for name in vars(RequestMetrics) if name.startswith("on_")]:
-        assert getattr(SilentRequests, hook) is not getattr(RequestMetrics, hook), hook
-    for hook in [name for name in vars(Metrics) if name.startswith("on_")]:
-        assert getattr(SilentMetrics, hook) is not getattr(Metrics, hook), hook
-    counted = {
-        name: value for name, value in samples(silent.render().decode()).items() if "dtp_node" not in name[0]
-    }
-    assert counted == {n: v for n, v in samples(before.decode()).items() if "dtp_node" not in n[0]}
+@pytest.fixture
+def counting_again() -> Iterator[None]:
+    yield
+    set_counting(ON)
+
+
+@pytest.mark.usefixtures("counting_again")
+def test_a_server_whose_metrics_are_off_counts_nothing() -> None:
+    for mine, theirs in ((SwitchedRequests, RequestMetrics), (SwitchedMetrics, Metrics)):
+        for hook in [name for name in vars(theirs) if name.startswith("on_")]:
+            assert getattr(mine, hook) is not getattr(theirs, hook), hook
+    metrics = SwitchedMetrics()
+
+    def counted() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        values = samples(metrics.render().decode())
+        return {name: value for name, value in values.items() if "dtp_node" not in name[0]}
+
+    def happen() -> None:
+        metrics.on_token("d1", 0.1, first=True)
+        metrics.on_snapshot(snapshot(DomainStatus("d1", 1, "", 1, 1, (0,), "serving"), 3))
+        metrics.on_switch(SwitchStatus("s1", "tp1", "tp2", "close", "closed"))
+        metrics.requests.on_arrival()
+        metrics.requests.on_queued(0.1)
+        metrics.requests.on_first_token(20, 0.2)
+        metrics.requests.on_failure("error")
+
+    before = counted()
+    set_counting(OFF)
+    happen()
+    assert counted() == before
+    set_counting(ON)
+    happen()
+    names = ("dtp_time_to_first_token_seconds_count", "dtp_num_requests_running", "dtp_requests_total")
+    assert [counted()[name, ()] for name in names] == [1, 3, 1]
 
 
 async def test_the_first_set_is_there_with_its_names(stack: Stack) -> None:

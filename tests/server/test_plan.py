@@ -126,11 +126,11 @@ def test_several_models_get_their_shares_of_the_memory_and_leave_each_other_a_de
 def test_models_that_do_not_fit_are_named() -> None:
     with pytest.raises(ResourceError, match=r"big 0\.25 GiB of weights, small .* exceed the 5\.00 GiB"):
         plan_two(available=5 * GIB)
-    with pytest.raises(ConfigError, match="model small: --layout tp2"):
+    with pytest.raises(ConfigError, match="model small: layout tp2"):
         plan_two(max_devices=1, layout="tp2")
     with pytest.raises(ConfigError, match="model small: max_devices 4 leaves no device"):
         plan_two(max_devices=4)
-    with pytest.raises(ResourceError, match="model small: --kv-memory holds"):
+    with pytest.raises(ResourceError, match="model small: kv_memory holds"):
         plan_two(flags={"kv_memory": "14MiB"})
     with pytest.raises(ConfigError, match="2 models need a device each"):
         plan_two(flags={"devices": 1})
