@@ -43,6 +43,8 @@ class Scene(msgspec.Struct, frozen=True):
     candidates: tuple[Entry, ...]
     wider: bool
     """More devices exist than candidates may use."""
+    barred: tuple[Entry, ...] = ()
+    """Would be candidates but for a bar."""
 
     @property
     def observed(self) -> Entry:
@@ -60,14 +62,16 @@ def scene(snapshot: PoolSnapshot, table: Table, demand: Demand, config: ControlC
     """Raises KeyError when the observed layout is not among the legal ones."""
     most = config.max_devices or snapshot.devices_total
     usable = min(snapshot.devices_available, most)
-    barred = {bar.layout for bar in snapshot.barred if bar.until_s > snapshot.time_s}
-    candidates = tuple(
-        entry
-        for entry in table.entries.values()
-        if min(config.min_devices, usable) <= entry.devices <= usable and entry.layout not in barred
-    )
+    bars = {bar.layout for bar in snapshot.barred if bar.until_s > snapshot.time_s}
+    fitting = [e for e in table.entries.values() if min(config.min_devices, usable) <= e.devices <= usable]
     return Scene(
-        snapshot, table, demand, config, candidates, wider=usable < min(snapshot.devices_total, most)
+        snapshot,
+        table,
+        demand,
+        config,
+        candidates=tuple(entry for entry in fitting if entry.layout not in bars),
+        wider=usable < min(snapshot.devices_total, most),
+        barred=tuple(e for e in fitting if e.layout in bars and e.layout != snapshot.layout),
     )
 
 
@@ -81,8 +85,12 @@ def fewest(s: Scene, rate: float, utilisation: float) -> Entry | None:
 
 
 def must_leave(s: Scene) -> Wish | None:
-    """The observed layout takes more devices than there are."""
-    if s.observed.devices <= s.snapshot.devices_available or not s.candidates:
+    """The observed layout takes more devices than there are. Then a bar is no reason to stay."""
+    if s.observed.devices <= s.snapshot.devices_available:
+        return None
+    if not s.candidates:
+        s = msgspec.structs.replace(s, candidates=s.barred)
+    if not s.candidates:
         return None
     best = fewest(s, s.demand.growth, s.config.target_utilisation) or most_capable(s)
     return Wish(best.layout, Reason.DEVICES_LOST, forced=True)
@@ -265,10 +273,10 @@ def _capacity_gain(s: Scene, entry: Entry) -> float:
 
 
 def _why_not(s: Scene, otherwise: Reason = Reason.NO_GAIN) -> Reason:
-    """Why nothing better can be had: devices are away, or barred, or it would not help."""
-    if any(bar.until_s > s.snapshot.time_s for bar in s.snapshot.barred):
-        return Reason.BARRED
-    return Reason.NO_DEVICES if s.wider else otherwise
+    """Why nothing better can be had: devices are away, or what they could do is barred, or would not help."""
+    if s.wider:
+        return Reason.NO_DEVICES
+    return Reason.BARRED if s.barred else otherwise
 
 
 def most_capable(s: Scene) -> Entry:

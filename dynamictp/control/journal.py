@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +25,8 @@ from dynamictp.errors import ConfigError
 
 VERSION = 1
 _HEAD_EVERY = 600
-"""Entries after which the state is written again, so that a ring that lost its beginning can be replayed."""
+"""Entries after which the state is written again, so that a ring that lost its beginning can be replayed;
+in a short ring there are two heads at least."""
 
 
 class Head(msgspec.Struct, frozen=True, tag="head"):
@@ -75,7 +77,7 @@ class Journal:
         self._append(Entry(snapshot, decision))
         self._entries += 1
         self._since_head += 1
-        if self._since_head >= _HEAD_EVERY:
+        if self._since_head >= min(_HEAD_EVERY, max(self._config.journal_entries // 2, 1)):
             self._append(Head(self._facts, self._config, state))
         while self._entries > self._config.journal_entries:
             self._entries -= isinstance(self._ring.popleft(), Entry)
@@ -95,9 +97,11 @@ class Journal:
         return map(_ENCODER.encode, _from_head(self._ring))
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """What is still buffered for a file that can't be written to is lost with it."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
     def _append(self, line: Line) -> None:
         self._ring.append(line)

@@ -129,6 +129,9 @@ def _sustained_shrink(s: Scene, state: PlannerState) -> tuple[Wish | None, Plann
     state = msgspec.structs.replace(state, shrink=held)
     due = held.decisions >= s.config.consecutive and now - since >= _shrink_after_s(s.config, state)
     target = choice.smaller(s, peak) if due else None
+    if due and target is None:
+        # The peak rules it out: wait for as long again without one.
+        state = msgspec.structs.replace(state, shrink=Sustained(now, 1, peak=s.demand.growth))
     if target is None:
         return Wish(s.snapshot.layout, Reason.SUSTAIN), state
     return Wish(target.layout, Reason.SHRINK), state
@@ -232,13 +235,16 @@ def _switched(s: Scene, wish: Wish, target: str, state: PlannerState) -> Planner
             backoff = min(backoff + 1, config.shrink_backoff_max)
         elif now - shrunk > 2 * config.shrink_after_s * 2**backoff:
             backoff = max(backoff - 1, 0)
+    if kind == "shrink":
+        # Devices that were taken away are no shrink to regret.
+        shrunk = None if wish.reason is Reason.DEVICES_LOST else now
     return msgspec.structs.replace(
         state,
         shrink=None,
         sideways=None,
         last_kind=kind,
         last_switch_s=now,
-        last_shrink_s=now if kind == "shrink" else shrunk,
+        last_shrink_s=shrunk,
         unforced=state.unforced if wish.forced else (*state.unforced, now),
         shrink_backoff=backoff,
     )

@@ -155,7 +155,8 @@ class Reconciler:
             return
         if observed.in_flight is not None or reached(target.layout, observed.layout):
             return
-        if not self._may_try(wanted) or parse_devices(wanted) > observed.available:
+        must = target.reason == Reason.DEVICES_LOST.value
+        if not self._may_try(wanted, though_barred=must) or parse_devices(wanted) > observed.available:
             return
         command = SetLayout(
             self.new_id(), target.layout, ramp=target.ramp, drain_deadline_s=target.drain_deadline_s,
@@ -202,9 +203,11 @@ class Reconciler:
         if self.transport.send(order.command):
             order.sent_s = self.clock.now()
 
-    def _may_try(self, layout: str) -> bool:
+    def _may_try(self, layout: str, *, though_barred: bool) -> bool:
+        """`though_barred`: devices are to be left, and no other layout does."""
         now = self.clock.now()
-        return all(now >= table[layout].until_s for table in (self._bars, self._backoffs) if layout in table)
+        tables = (self._backoffs,) if though_barred else (self._bars, self._backoffs)
+        return all(now >= table[layout].until_s for table in tables if layout in table)
 
     def _bar(self, layout: str) -> None:
         now = self.clock.now()

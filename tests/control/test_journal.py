@@ -38,8 +38,31 @@ def test_replay_gives_the_recorded_decisions() -> None:
 def test_a_ring_that_lost_its_beginning_replays_from_its_next_head() -> None:
     pool = recorded(journal_entries=250)
     lines = [*parse_journal(pool.journal.lines())]
-    assert sum(isinstance(line, Entry) for line in lines) <= 250
+    assert 125 <= sum(isinstance(line, Entry) for line in lines) <= 250
     assert all(before == now for before, now in replay(lines))
+
+
+@pytest.mark.parametrize("kept", [1, 2, 100])
+def test_a_short_ring_can_always_be_replayed(kept: int) -> None:
+    entries = recorded().journal.last(300)
+    journal = Journal(cpu_facts(), build_control({"journal_entries": kept}), PlannerState())
+    for entry in entries:
+        journal.add(entry.snapshot, entry.decision, PlannerState())
+        lines = [*parse_journal(journal.lines())]
+        assert isinstance(lines[0], Head)
+        assert sum(isinstance(line, Entry) for line in lines) <= kept
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_ends_the_file_and_nothing_else() -> None:
+    entries = recorded().journal.last(20)
+    config = build_control({"journal_entries": 10})
+    journal = Journal(cpu_facts(), config, PlannerState(), Path("/dev/full"))
+    for entry in entries:
+        journal.add(entry.snapshot, entry.decision, PlannerState())
+    assert journal.error
+    assert journal.last(20) == entries[10:]
+    journal.close()
 
 
 def test_other_policies_are_found_out() -> None:

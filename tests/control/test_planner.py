@@ -147,6 +147,17 @@ def test_leased_devices_are_not_counted_and_are_asked_back() -> None:
 def test_a_layout_without_its_devices_is_left() -> None:
     decision = calm(layout="tp2").see(snapshot(60, 1.5, "tp2", devices_available=1))
     assert (decision.target, decision.reason) == ("tp1", Reason.DEVICES_LOST)
+    barred = calm(layout="tp2").see(
+        snapshot(60, 1.5, "tp2", devices_available=1, barred=(Bar("tp1", 100.0),))
+    )
+    assert (barred.target, barred.reason) == ("tp1", Reason.DEVICES_LOST), "a bar is no reason to keep them"
+
+
+def test_a_bar_does_not_hide_that_devices_are_away() -> None:
+    waiting = Waiting(1, 7000, 0.2, 0.1, needs_devices=2)
+    values: dict[str, Any] = {"devices_available": 1, "barred": (Bar("tp1+tp1", 100.0),)}
+    decision = calm(devices_available=1).see(snapshot(60, 1.5, waiting=waiting, **values))
+    assert (decision.target, decision.reason, decision.reserve) == (None, Reason.NO_DEVICES, 2)
 
 
 def test_a_barred_target_is_respected_until_the_bar_ends() -> None:
@@ -204,6 +215,26 @@ def test_a_regretted_shrink_makes_the_next_one_wait_longer() -> None:
     shrinks = [d.time_s for d in (planner.see(one) for one in later) if d.reason is Reason.SHRINK]
     quiet_s = shrinks[0] - 32
     assert quiet_s > 40
+
+
+def test_devices_taken_away_are_no_shrink_to_regret() -> None:
+    planner = Planner(config(shrink_after_s=20.0))
+    planner.see(*steady(10, 0.5, "tp2"))
+    lost = planner.see(snapshot(10, 0.5, "tp2", devices_available=1))
+    assert (lost.target, lost.reason) == ("tp1", Reason.DEVICES_LOST)
+    grown = planner.see(snapshot(21, 9.0, last_commit_s=10.1))
+    assert (grown.target, planner.state.shrink_backoff) == ("tp2", 0)
+
+
+def test_a_peak_keeps_a_shrink_back_once_and_not_for_ever() -> None:
+    planner = Planner(config(shrink_after_s=20.0))
+    planner.see(*low(10))
+    held = planner.state.shrink
+    assert held is not None
+    planner.state = msgspec.structs.replace(planner.state, shrink=msgspec.structs.replace(held, peak=1e3))
+    later = [snapshot(10 + i / 2, 0.0, "tp2") for i in range(120)]
+    shrinks = [d.time_s for d in (planner.see(one) for one in later) if d.reason is Reason.SHRINK]
+    assert shrinks[0] == pytest.approx(held.since_s + 2 * 20.0, abs=1.0)
 
 
 # ---------------------------------------------------------------- gates

@@ -194,6 +194,17 @@ def test_a_rolled_back_target_is_barred_longer_each_time(
     assert len(engine.sent) == 4
 
 
+def test_a_bar_does_not_keep_devices_that_are_to_be_left(loop: Reconciler, engine: Engine) -> None:
+    engine.layout = "tp2"
+    loop.on_status(SwitchStatus("by-hand", "tp2", "tp1", "rollback", "rolled_back"))
+    loop.want(Target("tp1", Reason.SHRINK.value))
+    loop.step(engine.observed())
+    assert engine.sent == []
+    loop.want(Target("tp1", Reason.DEVICES_LOST.value))
+    loop.step(engine.observed())
+    assert [command.layout for command in engine.sent if isinstance(command, SetLayout)] == ["tp1"]
+
+
 def test_the_closing_report_of_a_rollback_does_not_bar_again(loop: Reconciler, engine: Engine) -> None:
     status = SwitchStatus("by-hand", "tp1", "tp2@0,1", "rollback", "rolled_back")
     loop.on_status(status)
