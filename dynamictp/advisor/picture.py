@@ -41,7 +41,9 @@ def draw_picture(machine: Machine, candidate: Candidate | None, path: Path) -> N
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError("--picture needs matplotlib: pip install 'dynamictp[bench]'") from error
+        raise ConfigError(
+            "--picture needs matplotlib: in the checkout, pip install --no-build-isolation -e '.[bench]'"
+        ) from error
     islands = machine.graph.islands()
     columns = min(len(islands), 4)
     rows = math.ceil(len(islands) / columns)

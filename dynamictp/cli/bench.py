@@ -82,7 +82,9 @@ def run(url: str, label: str | None, changes: tuple[str, ...], **given: Any) -> 
 
 
 @bench.command()
-@click.option("--layouts", required=True, help="layouts to compare, such as tp2,2*tp1")
+@click.option(
+    "--layouts", required=True, help="layouts to compare, such as tp2,2*tp1; dynamic: the planner chooses"
+)
 @click.option(
     "--serve", "model", default="demo", show_default=True, help="model to serve: folder, file or demo"
 )
@@ -194,8 +196,8 @@ def check_plots() -> None:
         import matplotlib as _  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
-            "--html needs matplotlib for its plots: pip install 'dynamictp[bench]', or use --json now and "
-            "`dynamictp bench report FILE --html …` later"
+            "--html needs matplotlib for its plots: in the checkout, pip install --no-build-isolation "
+            "-e '.[bench]'; or use --json now and `dynamictp bench report FILE --html …` later"
         ) from error
 
 

@@ -41,9 +41,12 @@ def metric_page() -> str:
         name = metric.name + ("_total" if metric.type == "counter" else "")
         labels = ", ".join(getattr(metric, "_labelnames", ()))
         rows.append(f"| `{name}` | {metric.type} | {labels} | {metric.documentation} |")
-    return (
-        f"{NOTE}# Metrics\n\nServed at `/metrics` in the Prometheus text format.\n\n" + "\n".join(rows) + "\n"
+    intro = (
+        "Served at `/metrics` in the Prometheus text format, on the admin port if there is one "
+        "([access.md](access.md)). With several models each model's series carry `model_name`. "
+        "`--metrics-alias vllm` adds the `vllm:` names ([observability.md](observability.md))."
     )
+    return f"{NOTE}# Metrics\n\n{intro}\n\n" + "\n".join(rows) + "\n"
 
 
 def deployment_page() -> str:

@@ -21,8 +21,11 @@ HELP = {
     "dtype": "element type of weights, activations and KV pages",
     "weights": "weight quantisation",
     "kernels": "kernel path",
-    "numerics": "exact: the same bits at every degree",
-    "kv_memory": "memory for KV pages, such as 2GiB (default: 25 % of available memory, at most 8 GiB)",
+    "numerics": "exact: the same bits at every degree; fast is not built yet and refused",
+    "kv_memory": (
+        "memory for KV pages, such as 2GiB (default: 25 % of available memory, at most 8 GiB); in dynamic "
+        "mode with two or more devices a domain fills at most 70 % of its part, so that a switch has room"
+    ),
     "page_tokens": "tokens of one KV page",
     "max_model_len": "longest prompt + output in tokens (default: the model's context)",
     "max_num_seqs": "most requests running at once in a domain",
@@ -55,6 +58,11 @@ HELP = {
     "calibration": "file of `dynamictp calibrate`, from which the planner takes its first capacities",
 }
 
+CONFIG_HELP = (
+    "YAML file of these flags, keys with _ for -, the --slo ones in a mapping slo; also slo's classes and "
+    "tenants, models and ramp_steps, which have no flag; flags given here go before it"
+)
+
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
     """One option per field of the configuration; an option that is not given leaves the field alone."""
@@ -81,7 +89,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument("model", required=False)
 @_options
 @control_options
-@click.option("--config", "file", type=click.Path(dir_okay=False), help="YAML file of these flags")
+@click.option("--config", "file", type=click.Path(dir_okay=False), help=CONFIG_HELP)
 @click.option("--print-config", is_flag=True, help="print the configuration in force and exit")
 def serve(model: str | None, file: str | None, print_config: bool, **flags: Any) -> None:
     """Serve MODEL: a folder (config.json, safetensors, tokenizer), a .gguf file, or `demo`."""

@@ -228,11 +228,22 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(ge=0, le=86_400, description="First bar of a target that was rolled back; doubles."),
     ] = 60.0
     drain_deadline_s: Annotated[
-        float, Meta(ge=0, le=86_400, description="What still runs on an old domain then is handed over.")
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="How long requests on an old domain may go on there before they are handed over.",
+        ),
     ] = 0.0
     # Pool (C8, C9)
     reserve_ahead_s: Annotated[
-        float, Meta(ge=0, le=600, description="Devices are reserved this long before a predicted growth.")
+        float,
+        Meta(
+            ge=0,
+            le=600,
+            description="How long devices that the forecast needs are kept from being leased, from the last "
+            "decision that said so.",
+        ),
     ] = 3.0
     # Journal
     journal_entries: Annotated[

@@ -1,5 +1,5 @@
-"""The same figures once more under the names of the most used server's metrics, for autoscalers and
-dashboards that read those. Opt-in (`--metrics-alias vllm`): each is a series more to store.
+"""The same figures once more under the names of vLLM's metrics, for autoscalers and dashboards that read
+those. Opt-in (`--metrics-alias vllm`): each is a series more to store.
 """
 
 from __future__ import annotations

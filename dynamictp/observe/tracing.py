@@ -196,7 +196,8 @@ def open_tracer(endpoint: str, clock: Clock, model: str) -> Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'dynamictp[tracing]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): in the checkout, pip install "
+            "--no-build-isolation -e '.[tracing]'"
         ) from error
     provider = TracerProvider(
         resource=Resource.create({"service.name": "dynamictp", "gen_ai.request.model": model})

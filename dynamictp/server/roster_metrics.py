@@ -12,7 +12,7 @@ from dynamictp.server.plane_metrics import device_states
 from dynamictp.server.roster import Roster
 
 LABEL = "model_name"
-"""As the most used server labels its metrics."""
+"""As vLLM labels its metrics."""
 
 
 class RosterMetrics(Collector):

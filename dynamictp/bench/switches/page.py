@@ -29,7 +29,7 @@ in an order that differs from round to round. The tour goes through all six chan
   the wait for an arrival; **to open**, from the server's decision to its news of the commit, does not. When
   the next switch began before a request came, the time until then counts. A change from `tp1+tp1` to `tp1`
   opens nothing, so it has none.
-- **Gaps**: time between two chunks of a stream as the client got them. Limit (H1), from the request for a
+- **Gaps**: time between two chunks of a stream as the client got them. Limit, from the request for a
   switch to its close: max(5 x the stream's median gap, 150 ms, 1.5 x the longest gap of the same schedule
   without a switch). That control is the worse of the two layouts that the switch lies between, within the
   same round: streams run on both.

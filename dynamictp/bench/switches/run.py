@@ -106,4 +106,7 @@ def _check_plots() -> None:
     try:
         import matplotlib as _  # noqa: F401, PLC0415
     except ImportError as error:
-        raise ConfigError("--page needs matplotlib for its plot: pip install 'dynamictp[bench]'") from error
+        raise ConfigError(
+            "--page needs matplotlib for its plot: in the checkout, pip install --no-build-isolation "
+            "-e '.[bench]'"
+        ) from error
