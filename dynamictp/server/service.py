@@ -18,7 +18,7 @@ from dynamictp.control.state import PlannerState
 from dynamictp.control.windows import TrafficWindows
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
-from dynamictp.layout import Layout, legal_specs, parse_layout
+from dynamictp.layout import Layout, parse_layout, planned_specs
 from dynamictp.messages import Body, SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ class Service:
         """Have a planner, which writes its decisions to the file `journal` too. Its loop is the caller's to
         run. Raises `ConfigError` when the file can't be written."""
         traffic = TrafficWindows(self.clock.now(), config)
-        legal = tuple(map(str, legal_specs(self.legal_degrees, self.share.most)))
+        legal = tuple(map(str, planned_specs(self.legal_degrees, self.share.most)))
         self.client.traffic = traffic
         self.plane = ControlPlane(
             clock=self.clock,

@@ -274,6 +274,22 @@ async def test_the_real_planner_runs_on_what_the_server_sees() -> None:
         await asyncio.gather(*waiting)
 
 
+async def test_the_real_planner_spans_a_pool_of_many_devices_and_takes_any_layout_set_by_hand() -> None:
+    async with planned(devices=16, degrees=(1, 2, 3, 4, 5, 6, 7, 8)) as (stack, plane):
+        assert await plane.tick() is not None
+        listed = last_snapshot(plane).legal
+        assert {LayoutSpec.parse(text).devices for text in listed} == set(range(1, 17))
+        odd = "tp8+tp5+tp2+tp1"
+        assert odd not in listed
+        for layout in ("tp8+tp8", odd):
+            answer = await stack.http.put("/admin/layout", json={"layout": layout, "wait": "closed"})
+            assert answer.status_code == 200
+            decision = await plane.tick()
+            assert decision is not None
+            assert decision.reason is Reason.PINNED or decision.target is None
+            assert last_snapshot(plane).layout == layout
+
+
 async def test_parameters_can_be_replaced_while_it_runs() -> None:
     async with planned() as (stack, plane):
         answer = await stack.http.put(
