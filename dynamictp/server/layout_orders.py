@@ -19,7 +19,7 @@ from dynamictp.messages import SetLayout
 from dynamictp.server.model_layouts import Parts, of_model, split
 from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
-from dynamictp.server.switches import check_layout
+from dynamictp.server.switches import Wanted, check_layout
 
 LOOK_S = 0.25
 """Between looks at the other switches of an order: their failing frees no device, and so tells nobody."""
@@ -89,10 +89,9 @@ class LayoutOrders:
         orders = []
         for model, layout in parts.items():
             board = services[model].switches
-            status = board.announce(str(layout), services[model].observed)
-            command = SetLayout(
-                status.switch_id, str(layout), "close", ramp=ramp, drain_deadline_s=drain_deadline_s
-            )
+            wanted = Wanted(str(layout), ramp, drain_deadline_s)
+            status = board.announce(wanted, services[model].observed)
+            command = wanted.command(status.switch_id, services[model].ramp)
             orders.append(Order(services[model], layout, command))
         self._roster.shares.settle()
         for order in orders:

@@ -14,7 +14,7 @@ from dynamictp.clock import SystemClock
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.values import Decision, PoolSnapshot, Reason
 from dynamictp.errors import ConfigError
-from dynamictp.messages import SetDevices, SetLayout
+from dynamictp.messages import RampSettings, SetDevices, SetLayout
 from dynamictp.server import control_plane
 from dynamictp.server.service import Service
 from dynamictp.server.shares import DeviceShares, Need
@@ -334,6 +334,20 @@ async def test_a_pinned_model_keeps_its_devices_whatever_the_others_want(
         for plane in planes.values():
             await plane.tick()
         assert wishes.seen["big"].devices_available == 1
+
+
+async def test_ramps_ordered_by_hand_go_by_the_parameters_in_force() -> None:
+    async with running_models(TWO, mode="dynamic") as models:
+        for service in models.roster.services:
+            service.plan_with(pool_facts(), ControlConfig())
+        await models.http.put("/admin/config", json={"ramp_observe_s": 1.5})
+        assert (await models.put("big:tp1+small:tp2", ramp=True, drain_deadline_s=7)).status_code == 200
+        for name in TWO:
+            (command,) = (body for body in models.told(name) if isinstance(body, SetLayout))
+            assert command.settings == RampSettings(observe_s=1.5)
+            wanted = models.roster.pick(name).switches.wanted
+            assert wanted is not None
+            assert (wanted.ramp, wanted.drain_deadline_s) == (True, 7.0)
 
 
 # ------------------------------------------------------------ whose figures
