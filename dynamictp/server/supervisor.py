@@ -148,7 +148,7 @@ class Supervisor:
         if self._pool is not None and not self._stopping:
             for device, incarnation in enumerate(self._pool.incarnations):
                 if not incarnation:
-                    self._begin(self._worker(device), lambda device=device: self._replace_worker(device))
+                    self._begin_worker(device)
             self._pool.keep_spare()
         self._look_for_stopped(StoppedProcesses(STOPPED_SHARE * self._config.hang_s))
 
@@ -200,7 +200,7 @@ class Supervisor:
         if incarnation is None or self._pool is None or self._stopping:
             return
         # One that has not ended yet is replaced when it does.
-        self._begin(self._worker(device), lambda: self._replace_worker(device))
+        self._begin_worker(device)
 
     @property
     def asleep(self) -> Collection[int]:
@@ -242,6 +242,9 @@ class Supervisor:
         # At once: its peers wait for it in a collective.
         self._user.send(WorkerGone(device, incarnation, reason))
         self._after_crash(self._worker(device), code, lived_s, lambda: self._replace_worker(device))
+
+    def _begin_worker(self, device: int) -> None:
+        self._begin(self._worker(device), lambda: self._replace_worker(device))
 
     def _replace_worker(self, device: int) -> None:
         """Start the device's next worker, or its first, unless it has one or is to have none: a lease may
