@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, zip_longest
 
 from dynamictp.errors import LayoutRefused
 
@@ -195,8 +195,8 @@ def legal_specs(degrees: Sequence[int], devices: int, *, limit: int = 128) -> tu
     """Layouts of tp shapes with the given degrees on at most `devices` devices.
 
     In order of devices taken, then number of shapes, then widest first. At most `limit` of them, the first
-    in that order: the list is for a person (an error message) or for a planner of one node. The default
-    holds all layouts of 8 devices (66 when every degree is legal).
+    in that order: the list is for a person, in an error message. The default holds all layouts of 8 devices
+    (66 when every degree is legal).
     """
     widths = sorted({degree for degree in degrees if degree <= devices}, reverse=True)
     specs = (
@@ -206,6 +206,48 @@ def legal_specs(degrees: Sequence[int], devices: int, *, limit: int = 128) -> tu
         for parts in _partitions(total, count, widths)
     )
     return tuple(islice(specs, limit))
+
+
+def planned_specs(degrees: Sequence[int], devices: int, *, limit: int = 128) -> tuple[LayoutSpec, ...]:
+    """What a planner chooses from: `legal_specs` where those are at most `limit`, else a choice that spans
+    the pool, in the same order.
+
+    All layouts of equal shapes are in it, more than `limit` of them on very large pools. What is left goes to
+    mixed ones: to each number of devices in turn, and there to each number of shapes, alike widths first.
+    """
+    every = legal_specs(degrees, devices, limit=limit + 1)
+    if len(every) <= limit:
+        return every
+    widths = sorted({degree for degree in degrees if degree <= devices})
+    equal = [(width,) * count for width in widths for count in range(1, devices // width + 1)]
+    mixed = _by_turns(_mixed(total, widths) for total in range(1, devices + 1))
+    chosen = [*equal, *islice(mixed, max(0, limit - len(equal)))]
+    chosen.sort(key=lambda parts: (sum(parts), len(parts), [-width for width in parts]))
+    return tuple(LayoutSpec(tuple(map(Shape, parts))) for parts in chosen)
+
+
+def _mixed(total: int, widths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    by_count = _by_turns(_alike(total, count, widths) for count in range(2, total // widths[0] + 1))
+    return (parts for parts in by_count if len(set(parts)) > 1)
+
+
+def _by_turns(many: Iterable[Iterator[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
+    """The first of each, then the second of each, and so on."""
+    return (parts for parts in chain.from_iterable(zip_longest(*many)) if parts is not None)
+
+
+def _alike(total: int, count: int, widths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """As `_partitions`, the one with the narrowest first width first; `widths` is ascending."""
+    if count == 0:
+        if total == 0:
+            yield ()
+        return
+    for index, width in enumerate(widths, 1):
+        if width + (count - 1) * widths[0] > total:
+            return
+        if width * count >= total:
+            for rest in _alike(total - width, count - 1, widths[:index]):
+                yield (width, *rest)
 
 
 def _partitions(total: int, count: int, widths: Sequence[int]) -> Iterator[tuple[int, ...]]:

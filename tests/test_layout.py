@@ -21,6 +21,7 @@ from dynamictp.layout import (
     legal_specs,
     parse_layout,
     place,
+    planned_specs,
 )
 
 MODELS = st.one_of(st.just(""), st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,8}", fullmatch=True))
@@ -278,6 +279,28 @@ def test_a_limit_keeps_the_smallest(degrees: set[int], devices: int, limit: int)
 def test_large_pools_do_not_enumerate_everything() -> None:
     assert len(legal_specs(range(1, 1001), 1000)) == 128
     assert [str(spec) for spec in legal_specs((64,), 1000, limit=3)] == ["tp64", "tp64+tp64", "3*tp64"]
+
+
+@given(st.sets(st.integers(1, 20), max_size=6), st.integers(0, 20), st.integers(1, 200))
+def test_a_planner_s_choice_spans_the_pool(degrees: set[int], devices: int, limit: int) -> None:
+    chosen = planned_specs(sorted(degrees), devices, limit=limit)
+    everything = legal_specs(sorted(degrees), devices, limit=100_000)
+    kept = set(chosen)
+    assert [spec for spec in everything if spec in kept] == list(chosen)
+    equal = {spec for spec in everything if len(set(spec.shapes)) == 1}
+    assert equal <= kept
+    assert len(chosen) == min(len(everything), max(limit, len(equal)))
+    # No number of devices has two mixed layouts more than another one that has some left.
+    mixed = Counter(spec.devices for spec in kept - equal)
+    left = {spec.devices for spec in everything if spec not in kept}
+    assert all(mixed[few] >= most - 1 for few in left for most in mixed.values())
+
+
+@pytest.mark.parametrize("devices", [16, 64])
+def test_a_planner_of_a_large_pool_may_use_all_of_it(devices: int) -> None:
+    chosen = [str(spec) for spec in planned_specs(range(1, 17), devices)]
+    assert {f"{devices}*tp1", f"{devices // 4}*tp4", "tp16", "tp8+tp8"} <= set(chosen)
+    assert {LayoutSpec.parse(text).devices for text in chosen} == set(range(1, devices + 1))
 
 
 # ---------------------------------------------------------------- documentation

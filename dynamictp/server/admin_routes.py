@@ -21,7 +21,7 @@ from dynamictp.server.metrics import CONTENT_TYPE
 from dynamictp.server.roster import Roster
 from dynamictp.server.roster_metrics import RosterMetrics
 from dynamictp.server.service import Service
-from dynamictp.server.switches import Wait, check_layout, describe
+from dynamictp.server.switches import Wait, Wanted, check_layout, describe
 
 MAX_DRAIN_S = 86_400.0
 MAX_LAYOUT_CHARS = 4096
@@ -92,11 +92,10 @@ class AdminRoutes:
         service.client.check_open()
         await service.desk.recall(layout, service.switch_wait_s)
         status = board.start(
-            layout,
+            Wanted(str(layout), wanted.ramp, wanted.drain_deadline_s),
             service.observed,
             service.client.send,
-            ramp=wanted.ramp,
-            drain_deadline_s=wanted.drain_deadline_s,
+            ramp=service.ramp,
         )
         board.pinned = service.mode != "static"
         if wanted.until == "none":
@@ -134,7 +133,7 @@ class AdminRoutes:
         service.switches.cancel(switch_id, service.client.send)
         if service.switches.pinned:
             # What was asked for by hand is taken back by hand.
-            service.switches.target = service.observed
+            service.switches.wanted = Wanted(service.observed)
         status = await service.switches.wait(switch_id, "commit", service.switch_wait_s)
         switch = self._shown(switch_id)
         if status is None:
@@ -156,7 +155,7 @@ class AdminRoutes:
             )
         for service in self._roster.services:
             service.switches.pinned = False
-            service.switches.target = None
+            service.switches.wanted = None
             if service.plane is not None:
                 service.plane.unpin()
         layout = observed_of(self._roster)

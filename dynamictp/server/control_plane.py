@@ -11,7 +11,7 @@ from dynamictp.control.capacity import CostBook
 from dynamictp.control.config import ControlConfig, reloaded
 from dynamictp.control.journal import Journal
 from dynamictp.control.planner import decide
-from dynamictp.control.reconciler import Observed, Reconciler, Target
+from dynamictp.control.reconciler import Observed, Reconciler, Target, ramp_settings
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import GROWTH, Decision, PoolSnapshot
 from dynamictp.messages import CancelSwitch, SetLayout, Snapshot, SwitchStatus
@@ -19,7 +19,7 @@ from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.pool_view import PoolView
 from dynamictp.server.shares import Share
-from dynamictp.server.switches import SwitchBoard
+from dynamictp.server.switches import SwitchBoard, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -175,13 +175,24 @@ class ControlPlane:
         if not self._acts or snapshot is None:
             return
         if board.pinned:
-            self.reconciler.want(Target(board.target or snapshot.layout, PINNED_REASON, ramp=False))
+            self.reconciler.want(_pinned(board.wanted or Wanted(snapshot.layout), config))
         else:
             self._share.reserve(decision.reserve, config.reserve_ahead_s, _need(decision))
             self.reconciler.follow(decision, config)
         flight = board.in_flight
         in_flight = (flight.switch_id, flight.to_layout) if flight is not None else None
         self.reconciler.step(Observed(snapshot.placed or snapshot.layout, self._share.available, in_flight))
+
+
+def _pinned(wanted: Wanted, config: ControlConfig) -> Target:
+    """Where an order by hand leads, and how: the same way at every try."""
+    return Target(
+        wanted.layout,
+        PINNED_REASON,
+        ramp=wanted.ramp,
+        settings=ramp_settings(config) if wanted.ramp else None,
+        drain_deadline_s=wanted.drain_deadline_s,
+    )
 
 
 def _need(decision: Decision) -> str:

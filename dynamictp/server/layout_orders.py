@@ -7,7 +7,8 @@ them. Models that are not named stay as they are.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +20,7 @@ from dynamictp.messages import SetLayout
 from dynamictp.server.model_layouts import Parts, of_model, split
 from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
-from dynamictp.server.switches import check_layout
+from dynamictp.server.switches import Wanted, check_layout
 
 LOOK_S = 0.25
 """Between looks at the other switches of an order: their failing frees no device, and so tells nobody."""
@@ -48,20 +49,11 @@ class LayoutOrders:
 
     def check(self, text: str) -> Parts:
         """The layout of each named model. Raises `LayoutRefused`, which lists the legal ones."""
-        roster = self._roster
-        legal = tuple(
-            of_model(str(spec), service.model)
-            for service in roster.services
-            for spec in legal_specs(degrees_of(service), service.share.most)
-        )
-        try:
-            parts = split(text, roster.names)
+        with self._listing_legal():
+            parts = split(text, self._roster.names)
             for model, layout in parts.items():
-                _check_part(roster.pick(model), layout)
-            self._check_room(parts)
-            self._check_places(parts)
-        except LayoutRefused as error:
-            raise LayoutRefused(error.message, legal=legal) from error
+                _check_part(self._roster.pick(model), layout)
+            self._check_fit(parts)
         return parts
 
     def combined(self, parts: Parts) -> Layout | LayoutSpec:
@@ -75,7 +67,8 @@ class LayoutOrders:
 
     def start(self, parts: Parts, *, ramp: bool, drain_deadline_s: float) -> tuple[Order, ...]:
         """Begin a switch of each model, those that have their devices at once. Raises `SwitchConflict` while
-        one of them has a switch in flight, `CapacityError` when one has no engine to command."""
+        one of them has a switch in flight, `CapacityError` when one has no engine to command, `LayoutRefused`
+        when another order has taken the devices since `check`."""
         services = {model: self._roster.pick(model) for model in parts}
         for service in services.values():
             service.client.check_open()
@@ -86,13 +79,15 @@ class LayoutOrders:
                     "committed yet",
                     switch_id=running.switch_id,
                 )
+        # Leases may have been waited for since the check. From here to the announcements nothing is.
+        with self._listing_legal():
+            self._check_fit(parts)
         orders = []
         for model, layout in parts.items():
             board = services[model].switches
-            status = board.announce(str(layout), services[model].observed)
-            command = SetLayout(
-                status.switch_id, str(layout), "close", ramp=ramp, drain_deadline_s=drain_deadline_s
-            )
+            wanted = Wanted(str(layout), ramp, drain_deadline_s)
+            status = board.announce(wanted, services[model].observed)
+            command = wanted.command(status.switch_id, services[model].ramp)
             orders.append(Order(services[model], layout, command))
         self._roster.shares.settle()
         for order in orders:
@@ -117,6 +112,23 @@ class LayoutOrders:
             else:
                 await self._roster.shares.wait(LOOK_S)
 
+    @contextmanager
+    def _listing_legal(self) -> Iterator[None]:
+        """A refusal within lists the legal layouts of all models."""
+        try:
+            yield
+        except LayoutRefused as error:
+            legal = tuple(
+                of_model(str(spec), service.model)
+                for service in self._roster.services
+                for spec in legal_specs(degrees_of(service), service.share.most)
+            )
+            raise LayoutRefused(error.message, legal=legal) from error
+
+    def _check_fit(self, parts: Parts) -> None:
+        self._check_room(parts)
+        self._check_places(parts)
+
     def _others(self, parts: Parts) -> list[Service]:
         return [service for service in self._roster.services if service.model not in parts]
 
@@ -136,13 +148,16 @@ class LayoutOrders:
             raise LayoutRefused(f"the layouts take {listed} devices; the pool has {len(shares.pool.devices)}")
 
     def _check_places(self, parts: Parts) -> None:
-        """Placed layouts must not need what models that are not named use, nor each other's for ever."""
+        """Placed layouts must not need what models that are not named use or are to get, nor each other's for
+        ever."""
         shares = self._roster.shares
         wanted = {model: part.devices for model, part in parts.items() if isinstance(part, Layout)}
         used = {share.name: share.used for share in shares.all}
         for other in self._others(parts):
+            if other.model not in used:
+                continue
             for model, devices in wanted.items():
-                theirs = devices & used.get(other.model, frozenset())
+                theirs = devices & (used[other.model] | other.need().at)
                 if theirs:
                     raise LayoutRefused(
                         f"device {min(theirs)} is in use by {other.model}, whose layout must then be given "

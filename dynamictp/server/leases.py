@@ -174,10 +174,14 @@ class LeaseDesk:
             log.info("lease %s is called back: devices %s, %s", lease.id, lease.devices, lease.reason)
 
     async def _look(self) -> None:
-        """While there are leases: end those that are lost."""
+        """While there are leases: end those that are lost. A look that fails is logged, and the next one is
+        made all the same."""
         while self.pool.leases:
             await asyncio.sleep(CHECK_S)
-            self._returned(self.pool.tick(), "lost: not renewed, or not returned in time")
+            try:
+                self._returned(self.pool.tick(), "lost: not renewed, or not returned in time")
+            except Exception:
+                log.exception("a look for lost leases failed")
 
     def notify(self) -> None:
         """What may be leased, or is in the way, has changed: those who wait look again."""

@@ -27,6 +27,7 @@ class PoolView:
     """Owner of what accumulates between two looks: measured steps, and totals for shares."""
 
     legal: tuple[str, ...]
+    """What the planner chooses from; on a large pool a layout set by hand may be none of it."""
     devices: int
     mode: Mode
     traffic: TrafficWindows
@@ -65,7 +66,7 @@ class PoolView:
             layout=snapshot.layout,
             devices_total=self.devices,
             devices_available=available,
-            legal=self.legal,
+            legal=self.legal if snapshot.layout in self.legal else (snapshot.layout, *self.legal),
             mode=self.mode,
             pinned=pinned,
             switch=self._switch(switch, now),

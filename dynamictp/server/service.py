@@ -14,12 +14,13 @@ from dynamictp.control.capacity import CostBook
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.facts import PoolFacts
 from dynamictp.control.journal import Journal
+from dynamictp.control.reconciler import ramp_settings
 from dynamictp.control.state import PlannerState
 from dynamictp.control.windows import TrafficWindows
 from dynamictp.errors import BadRequest, CapacityError, NotFound
 from dynamictp.facts import ModelFacts
-from dynamictp.layout import Layout, legal_specs, parse_layout
-from dynamictp.messages import Body, SwitchStatus, WorkerLost
+from dynamictp.layout import Layout, parse_layout, planned_specs
+from dynamictp.messages import Body, RampSettings, SwitchStatus, WorkerLost
 from dynamictp.model.chat import ChatTemplate
 from dynamictp.model.tokenizer import Tokenizer
 from dynamictp.observe.machine import ProcessMetrics
@@ -157,7 +158,7 @@ class Service:
         """Have a planner, which writes its decisions to the file `journal` too. Its loop is the caller's to
         run. Raises `ConfigError` when the file can't be written."""
         traffic = TrafficWindows(self.clock.now(), config)
-        legal = tuple(map(str, legal_specs(self.legal_degrees, self.share.most)))
+        legal = tuple(map(str, planned_specs(self.legal_degrees, self.share.most)))
         self.client.traffic = traffic
         self.plane = ControlPlane(
             clock=self.clock,
@@ -170,6 +171,11 @@ class Service:
             journal=Journal(facts, config, PlannerState(), journal),
         )
         return self.plane
+
+    @property
+    def ramp(self) -> RampSettings | None:
+        """What a ramp begun now goes by; None: what the engine was started with, as without a planner."""
+        return ramp_settings(self.plane.config) if self.plane is not None else None
 
     def trace_with(self, tracer: Tracer) -> None:
         """Have traces made of requests and switches from now on."""

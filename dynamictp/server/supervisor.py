@@ -148,7 +148,7 @@ class Supervisor:
         if self._pool is not None and not self._stopping:
             for device, incarnation in enumerate(self._pool.incarnations):
                 if not incarnation:
-                    self._replace_worker(device)
+                    self._begin_worker(device)
             self._pool.keep_spare()
         self._look_for_stopped(StoppedProcesses(STOPPED_SHARE * self._config.hang_s))
 
@@ -200,8 +200,7 @@ class Supervisor:
         if incarnation is None or self._pool is None or self._stopping:
             return
         # One that has not ended yet is replaced when it does.
-        if self._pool.incarnations[device] == 0:
-            self._replace_worker(device)
+        self._begin_worker(device)
 
     @property
     def asleep(self) -> Collection[int]:
@@ -225,12 +224,16 @@ class Supervisor:
 
     # ------------------------------------------------------------ workers
 
+    def _worker(self, device: int) -> str:
+        """The name of a device's worker."""
+        return f"{self._who}worker {device}"
+
     def _on_worker_ended(self, device: int, incarnation: int, code: int, lived_s: float) -> None:
-        reason = f"{self._who}worker {device} ended with {describe_end(code)}"
+        reason = f"{self._worker(device)} ended with {describe_end(code)}"
         if self._stopping or self.failed.done():
             return
         if self._user is None:
-            self._fail(f"{self._who}worker {device}", code)
+            self._fail(self._worker(device), code)
             return
         if incarnation == self._asleep.get(device):
             self._user.send(WorkerGone(device, incarnation, "its device is released"))
@@ -238,12 +241,18 @@ class Supervisor:
         log.warning("%s after %.1f s", reason, lived_s)
         # At once: its peers wait for it in a collective.
         self._user.send(WorkerGone(device, incarnation, reason))
-        self._after_crash(f"{self._who}worker {device}", code, lived_s, lambda: self._replace_worker(device))
+        self._after_crash(self._worker(device), code, lived_s, lambda: self._replace_worker(device))
+
+    def _begin_worker(self, device: int) -> None:
+        self._begin(self._worker(device), lambda: self._replace_worker(device))
 
     def _replace_worker(self, device: int) -> None:
-        """Start the device's next worker, or its first."""
+        """Start the device's next worker, or its first, unless it has one or is to have none: a lease may
+        have come or gone in a pause."""
         assert self._pool is not None
         assert self._user is not None
+        if self._pool.incarnations[device] or device in self._asleep:
+            return
         incarnation = self._pool.begin(device, self._engine_incarnation)
         self._user.send(WorkerStarted(device, incarnation))
         self._pool.go(device)
@@ -354,23 +363,31 @@ class Supervisor:
     def _after_crash(self, name: str, code: int, lived_s: float, replace: Callable[[], None]) -> None:
         """Replace it after a pause, or give up."""
         self.on_crash(name.removeprefix(self._who).partition(" ")[0])
-        budget = self._budgets.setdefault(name, CrashBudget(self._config.crash_budget))
+        budget = self._budget(name)
         pause_s = budget.crashed(self._clock.now(), lived_s)
         if pause_s is None:
             more = f", and more than {budget.limit} times in ten minutes (--crash-budget)"
             self._fail(name, code, more)
             return
-
-        def begin() -> None:
-            if self._stopping or self.failed.done():
-                return
-            try:
-                replace()
-            except FatalError as error:
-                self.failed.set_result(error)
-
         # Through the loop in any case: this may be called while a message of the engine is handled.
-        asyncio.get_running_loop().call_later(pause_s, begin)
+        asyncio.get_running_loop().call_later(pause_s, self._begin, name, replace)
+
+    def _begin(self, name: str, replace: Callable[[], None]) -> None:
+        """Start the process's next life; when it can't be started, as if it had crashed at once."""
+        if self._stopping or self.failed.done():
+            return
+        try:
+            replace()
+        except FatalError as error:
+            pause_s = self._budget(name).crashed(self._clock.now(), 0.0)
+            if pause_s is None:
+                self.failed.set_result(error)
+                return
+            log.warning("%s; the next try is in %.2f s", error, pause_s)
+            asyncio.get_running_loop().call_later(pause_s, self._begin, name, replace)
+
+    def _budget(self, name: str) -> CrashBudget:
+        return self._budgets.setdefault(name, CrashBudget(self._config.crash_budget))
 
     def _fail(self, name: str, code: int, more: str = "") -> None:
         # A child that refuses to start has said why on stderr.

@@ -16,7 +16,7 @@ import msgspec
 
 from dynamictp.errors import CapacityError, LayoutRefused, NotFound, SwitchConflict
 from dynamictp.layout import Layout, LayoutSpec, legal_specs, parse_layout, place
-from dynamictp.messages import Body, CancelSwitch, FirstAdmission, SetLayout, SwitchStatus
+from dynamictp.messages import Body, CancelSwitch, FirstAdmission, RampSettings, SetLayout, SwitchStatus
 from dynamictp.server.changes import Changes
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,25 @@ WAITING = "devices"
 
 Wait = Literal["none", "commit", "closed"]
 _ENDED = ("closed", "noop", "failed", "cancelled", "rolled_back")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A layout asked for by hand, and how to get there."""
+
+    layout: str
+    ramp: bool = False
+    drain_deadline_s: float = 0.0
+
+    def command(self, switch_id: str, ramp: RampSettings | None) -> SetLayout:
+        """`ramp`: what a ramp goes by; None: what the engine was started with."""
+        return SetLayout(
+            switch_id,
+            self.layout,
+            ramp=self.ramp,
+            drain_deadline_s=self.drain_deadline_s,
+            settings=ramp if self.ramp else None,
+        )
 
 
 @dataclass
@@ -127,11 +146,16 @@ class SwitchBoard:
         self._times: dict[str, Times] = {}
         self._changes = Changes()
         self._numbers = 0
-        self.target: str | None = None
-        """The layout last asked for by hand, None before the first."""
+        self.wanted: Wanted | None = None
+        """What was last asked for by hand, None before the first."""
         self.pinned = False
         self.listeners: list[Callable[[SwitchStatus], None]] = []
         """Told of every progress, also of what this board says itself."""
+
+    @property
+    def target(self) -> str | None:
+        """The layout last asked for by hand, None before the first."""
+        return self.wanted.layout if self.wanted is not None else None
 
     @property
     def in_flight(self) -> SwitchStatus | None:
@@ -193,15 +217,14 @@ class SwitchBoard:
 
     def start(
         self,
-        layout: LayoutSpec | Layout,
+        wanted: Wanted,
         observed: str,
         send: Callable[[Body], bool],
         *,
-        ramp: bool = False,
-        drain_deadline_s: float = 0.0,
+        ramp: RampSettings | None = None,
     ) -> SwitchStatus:
-        """Command a switch. Raises `SwitchConflict` while one is in flight, `CapacityError` when there
-        is no engine to command.
+        """Command a switch; `ramp` as in `Wanted.command`. Raises `SwitchConflict` while one is in flight,
+        `CapacityError` when there is no engine to command.
         """
         running = self.in_flight
         if running is not None:
@@ -209,17 +232,17 @@ class SwitchBoard:
                 f"switch {running.switch_id} to {running.to_layout} has not committed yet",
                 switch_id=running.switch_id,
             )
-        command = SetLayout(self.new_id(), str(layout), "close", ramp=ramp, drain_deadline_s=drain_deadline_s)
+        command = wanted.command(self.new_id(), ramp)
         if not self.command(command, observed, send):
             raise CapacityError("the engine is restarting; try again")
-        self.target = str(layout)
+        self.wanted = wanted
         return self.get(command.switch_id)
 
-    def announce(self, layout: str, observed: str) -> SwitchStatus:
+    def announce(self, wanted: Wanted, observed: str) -> SwitchStatus:
         """A switch that waits for its devices: in flight, and not yet commanded."""
-        status = SwitchStatus(self.new_id(), observed, layout, WAITING)
+        status = SwitchStatus(self.new_id(), observed, wanted.layout, WAITING)
         self.on_status(status)
-        self.target = layout
+        self.wanted = wanted
         return status
 
     def command(self, command: SetLayout, observed: str, send: Callable[[Body], bool]) -> bool:

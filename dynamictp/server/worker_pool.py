@@ -116,7 +116,11 @@ class WorkerPool:
         self._incarnations[device] += 1
         incarnation = self._incarnations[device]
         file = self._start_file(device, incarnation)
-        file.write_bytes(msgspec.json.encode(self._start(device, incarnation)))
+        try:
+            file.write_bytes(msgspec.json.encode(self._start(device, incarnation)))
+        except OSError as error:
+            process.child.signal(signal.SIGKILL)
+            raise ResourceError(f"can't write {file}: {error.strerror}") from error
         process.child.name = f"{self._label}worker {device}"
         life = _Life(incarnation, process, self._clock.now())
         self._lives[device] = life
@@ -158,7 +162,10 @@ class WorkerPool:
     # ------------------------------------------------------------ within
 
     def _spawn(self, name: str) -> _Process:
-        theirs, ours = os.pipe()
+        try:
+            theirs, ours = os.pipe()
+        except OSError as error:
+            raise ResourceError(f"can't start {name}: {error.strerror}") from error
         try:
             numbers = {f"--{key}-fd": number for key, number in self._descriptors.items()}
             numbers["--orders-fd"] = theirs

@@ -21,7 +21,7 @@ from dynamictp.cost.figures import Corner
 from dynamictp.cost.hardware import Assumptions, EngineLimits
 from dynamictp.cost.shape import ModelShape
 from dynamictp.errors import ConfigError
-from dynamictp.layout import LayoutSpec, legal_specs
+from dynamictp.layout import LayoutSpec, planned_specs
 from dynamictp.sim.pool import Setup
 from dynamictp.sim.scenario import Configuration, Scenario
 
@@ -56,7 +56,7 @@ def setup_of(scenario: Scenario, configuration: Configuration, seed: int) -> Set
     found = hardware(scenario.model, scenario.device, scenario.devices, scenario.calibration)
     degrees = degrees_of(configuration)
     facts = _facts(scenario, configuration, found, degrees)
-    legal = tuple(map(str, legal_specs(degrees, scenario.devices)))
+    legal = tuple(map(str, planned_specs(degrees, scenario.devices)))
     layout = str(LayoutSpec.parse(configuration.layout))
     return Setup(
         facts=facts,

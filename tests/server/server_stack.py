@@ -110,6 +110,8 @@ async def running_stack(
     limits: QueueLimits | None = None,
     tenants: Callable[[], int] = lambda: 1,
     clock: Clock | None = None,
+    devices: int = 2,
+    degrees: tuple[int, ...] = (1, 2),
     **engine: Any,
 ) -> AsyncIterator[Stack]:
     """The stack with an HTTP client that calls the application directly (no streaming, no disconnects).
@@ -122,8 +124,8 @@ async def running_stack(
         tokenizer=byte_tokenizer(),
         template=ChatTemplate(TEMPLATE, special_tokens={}),
         facts=facts(),
-        devices=2,
-        legal_degrees=(1, 2),
+        devices=devices,
+        legal_degrees=degrees,
         limits=limits,
         tenants=tenants,
         clock=clock,
@@ -131,7 +133,11 @@ async def running_stack(
     )
     fake: list[FakeEngine] = []
     left, right = memory_link_pair(service.client.wake, lambda: fake[0].arrived() if fake else None)
-    fake.append(FakeEngine(right, script or counting(EOS), vocab=VOCAB, **engine))
+    fake.append(
+        FakeEngine(
+            right, script or counting(EOS), vocab=VOCAB, devices=devices, degrees=degrees, **engine
+        )
+    )  # fmt: skip
     service.client.attach(left)
     if announce:
         fake[0].start()

@@ -217,6 +217,43 @@ async def test_a_rolled_back_target_is_barred_and_the_planner_sees_it(says: Say)
         assert (shown[0]["layout"], 50 < shown[0]["for_s"] <= 60) == ("tp2", True)
 
 
+async def test_a_ramp_ordered_by_hand_is_a_ramp_at_every_try(says: Say) -> None:
+    clock = ManualClock(100.0)
+    async with planned(clock=clock) as (stack, plane):
+        stack.engine.hold_switches = True
+        order = {"layout": "tp2", "wait": "none", "ramp": True, "drain_deadline_s": 7}
+        await stack.http.put("/admin/layout", json=order)
+        for tries, bar_s in ((1, 60.0), (2, 120.0), (3, 240.0)):
+            await plane.tick()
+            while len(commands(stack)) < tries:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            again = commands(stack)[-1]
+            assert (again.layout, again.ramp, again.drain_deadline_s) == ("tp2", True, 7.0)
+            assert again.settings == RampSettings(observe_s=0.25)
+            stack.engine.link.send(
+                SwitchStatus(again.switch_id, "tp1", "tp2", "rollback", "rolled_back", error="slower")
+            )
+            await until(plane.reconciler.bars)
+            (bar,) = plane.reconciler.bars()
+            assert bar.until_s - clock.now() == bar_s
+            clock.advance(bar_s - 1.0)
+            await plane.tick()
+            await asyncio.sleep(0.01)
+            assert len(commands(stack)) == tries
+            clock.advance(1.0)
+
+
+async def test_a_ramp_ordered_by_hand_goes_by_the_parameters_in_force() -> None:
+    async with planned() as (stack, _):
+        await stack.http.put("/admin/config", json={"ramp_observe_s": 1.5, "ramp_gate_samples": 3})
+        for order in ({"layout": "tp2", "ramp": True}, {"layout": "tp1"}):
+            await stack.http.put("/admin/layout", json=order)
+        assert [command.settings for command in commands(stack)] == [
+            RampSettings(observe_s=1.5, min_finished=3),
+            None,
+        ]
+
+
 async def test_what_the_planner_needs_is_called_back_from_leases(says: Say) -> None:
     # The next turn is due in a minute: the returned device alone must bring the decision about.
     async with planned(config=ControlConfig(interval_s=60)) as (stack, plane):
@@ -272,6 +309,22 @@ async def test_the_real_planner_runs_on_what_the_server_sees() -> None:
         stack.engine.hold_tokens = False
         stack.engine.arrived()
         await asyncio.gather(*waiting)
+
+
+async def test_the_real_planner_spans_a_pool_of_many_devices_and_takes_any_layout_set_by_hand() -> None:
+    async with planned(devices=16, degrees=(1, 2, 3, 4, 5, 6, 7, 8)) as (stack, plane):
+        assert await plane.tick() is not None
+        listed = last_snapshot(plane).legal
+        assert {LayoutSpec.parse(text).devices for text in listed} == set(range(1, 17))
+        odd = "tp8+tp5+tp2+tp1"
+        assert odd not in listed
+        for layout in ("tp8+tp8", odd):
+            answer = await stack.http.put("/admin/layout", json={"layout": layout, "wait": "closed"})
+            assert answer.status_code == 200
+            decision = await plane.tick()
+            assert decision is not None
+            assert decision.reason is Reason.PINNED or decision.target is None
+            assert last_snapshot(plane).layout == layout
 
 
 async def test_parameters_can_be_replaced_while_it_runs() -> None:

@@ -16,8 +16,10 @@ import pytest
 
 from dynamictp.cli.lease import Holder
 from dynamictp.clock import ManualClock
-from dynamictp.control.pool import EXPIRE_S
+from dynamictp.control.pool import EXPIRE_S, Lease
+from dynamictp.errors import ResourceError
 from dynamictp.messages import SetDevices, SetLayout
+from dynamictp.server import leases
 from dynamictp.server.leases import AlwaysAwake
 from dynamictp.server.service import DeviceInfo
 from tests.server.server_stack import Stack, on_port, running_stack
@@ -183,6 +185,28 @@ async def test_a_holder_that_dies_loses_its_devices_and_the_engine_is_told() -> 
         assert power.asleep == []
         await until_sent(stack, leased=())
         assert (await stack.http.put(f"/admin/leases/{lease['id']}")).status_code == 404
+
+
+async def test_a_look_for_lost_leases_that_fails_is_not_the_last_one(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "CHECK_S", 0.0)
+    desk, looks = stack.service.desk, 0
+    tick = desk.pool.tick
+
+    def failing() -> list[Lease]:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise ResourceError("can't start worker 1")
+        return tick()
+
+    monkeypatch.setattr(desk.pool, "tick", failing)
+    await lend(stack)
+    async with asyncio.timeout(10):
+        while looks < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert desk.pool.leases
 
 
 # ------------------------------------------------------------ the command

@@ -14,7 +14,7 @@ from dynamictp.clock import SystemClock
 from dynamictp.control.config import ControlConfig
 from dynamictp.control.values import Decision, PoolSnapshot, Reason
 from dynamictp.errors import ConfigError
-from dynamictp.messages import SetDevices, SetLayout
+from dynamictp.messages import RampSettings, SetDevices, SetLayout
 from dynamictp.server import control_plane
 from dynamictp.server.service import Service
 from dynamictp.server.shares import DeviceShares, Need
@@ -204,6 +204,29 @@ async def test_impossible_layouts_are_refused(models: ModelsStack, layout: str, 
     assert models.told("big") == models.told("small") == []
 
 
+@pytest.mark.parametrize("layouts", [("big:tp2", "small:tp2"), ("big:tp1@2", "small:tp1@2")])
+async def test_of_two_orders_that_wait_for_the_same_lease_the_second_is_refused(
+    layouts: tuple[str, str],
+) -> None:
+    async with running_models({"big": "tp1", "small": "tp1"}, mode="dynamic") as models:
+        for engine in models.engines.values():
+            engine.hold_switches = True
+        lease = (await models.http.post("/admin/leases", json={"devices": 1})).json()
+        assert lease["devices"] == [2]
+        orders = [asyncio.create_task(models.put(layout, wait="none")) for layout in layouts]
+        await until(lambda: models.roster.shares.pool.leases[0].state == "revoking")
+        await asyncio.sleep(0.01)
+        assert not any(order.done() for order in orders)
+        await models.http.delete(f"/admin/leases/{lease['id']}")
+        first, second = [await order for order in orders]
+        assert (first.status_code, second.status_code) == (202, 422)
+        assert "big:tp2" in second.json()["error"]["legal_layouts"]
+        board = models.roster.pick("small").switches
+        assert (board.in_flight, board.pinned, board.wanted) == (None, False, None)
+        # Asked for afterwards, while the first is under way, it is refused as well.
+        assert (await models.put(layouts[1], wait="none")).status_code == 422
+
+
 async def test_first_layouts_must_fit_together() -> None:
     with pytest.raises(ConfigError, match="take big 2, small 2 devices; the pool has 3"):
         async with running_models({"big": "tp2", "small": "tp2"}):
@@ -334,6 +357,20 @@ async def test_a_pinned_model_keeps_its_devices_whatever_the_others_want(
         for plane in planes.values():
             await plane.tick()
         assert wishes.seen["big"].devices_available == 1
+
+
+async def test_ramps_ordered_by_hand_go_by_the_parameters_in_force() -> None:
+    async with running_models(TWO, mode="dynamic") as models:
+        for service in models.roster.services:
+            service.plan_with(pool_facts(), ControlConfig())
+        await models.http.put("/admin/config", json={"ramp_observe_s": 1.5})
+        assert (await models.put("big:tp1+small:tp2", ramp=True, drain_deadline_s=7)).status_code == 200
+        for name in TWO:
+            (command,) = (body for body in models.told(name) if isinstance(body, SetLayout))
+            assert command.settings == RampSettings(observe_s=1.5)
+            wanted = models.roster.pick(name).switches.wanted
+            assert wanted is not None
+            assert (wanted.ramp, wanted.drain_deadline_s) == (True, 7.0)
 
 
 # ------------------------------------------------------------ whose figures
