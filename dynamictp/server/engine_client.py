@@ -241,13 +241,16 @@ class EngineClient:
             self._retire(live, Ended("error", message=message, status=503))
 
     def _send_request(self, live: LiveRequest) -> None:
+        sampling = live.sampling
+        if live.emitted:  # the prompt's log-probabilities come before the first token
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         self.send(
             SubmitRequest(
                 request_id=live.request_id,
                 attempt=live.attempt,
                 tokens=live.prompt + live.emitted.tobytes(),
                 prompt_len=live.prompt_len,
-                sampling=live.sampling,
+                sampling=sampling,
                 arrival_s=live.sender.arrival_s,
                 tenant=live.sender.tenant,
                 priority=live.sender.priority,
