@@ -143,9 +143,11 @@ class Choice:
         return self._scanner.matched
 
     def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        self._kept.add(sum(map(_size, part.entries)))
-        for index, entry in enumerate(part.entries, part.start):
-            self.prompt_logprobs[index] = entry
+        # A restarted engine computes the prompt anew, and what is known is kept already.
+        known = self.prompt_logprobs
+        new = {index: entry for index, entry in enumerate(part.entries, part.start) if index not in known}
+        self._kept.add(sum(map(_size, new.values())))
+        known.update(new)
 
     def on_end(self, end: Ended) -> None:
         self.cached_tokens = end.cached_tokens

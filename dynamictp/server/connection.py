@@ -32,6 +32,8 @@ class GuardedConnection(H11Protocol):
         self._stall: asyncio.TimerHandle | None = None
         self._unread = 0
         """Bytes that waited to be taken when the timer for the next request last came."""
+        self._unwritten = 0
+        """Bytes that waited when the timer for what can't be written was last set."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,13 +59,24 @@ class GuardedConnection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall is None:
-            self._stall = self.loop.call_later(STALL_S, self.transport.abort)
+            self._watch_stall()
 
     def resume_writing(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
         super().resume_writing()
+
+    def _watch_stall(self) -> None:
+        self._unwritten = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(STALL_S, self._no_room)
+
+    def _no_room(self) -> None:
+        """Cut the client off, unless it is still taking what waits: a large answer may need long."""
+        if self.transport.get_write_buffer_size() < self._unwritten:
+            self._watch_stall()
+        else:
+            self.transport.abort()
 
     def _watch_head(self) -> None:
         """The timer runs while no request is being answered."""

@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 _M = TypeVar("_M")
 
+_EXPIRED = Ended("error", message="the request's deadline has passed", status=504)
+
 CLOSED_RETRY_S = 10
 """When a client may try again that a stopping server refused: its successor may be up by then."""
 
@@ -233,6 +235,15 @@ class EngineClient:
             else:
                 self._send_request(live)
 
+    def expire(self) -> None:
+        """End the requests whose deadline has passed, which an engine that serves does itself."""
+        now = self._clock.now()
+        for live in list(self._live.values()):
+            if live.sender.deadline_s is not None and live.sender.deadline_s <= now:
+                # The next engine may have it already.
+                self.send(CancelRequest(live.request_id, live.attempt))
+                self._retire(live, _EXPIRED)
+
     def fail_all(self, message: str) -> None:
         """The engine will not come back: end every live request with a 503."""
         self.failure = message
@@ -241,13 +252,16 @@ class EngineClient:
             self._retire(live, Ended("error", message=message, status=503))
 
     def _send_request(self, live: LiveRequest) -> None:
+        sampling = live.sampling
+        if live.emitted:  # the prompt's log-probabilities come before the first token
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         self.send(
             SubmitRequest(
                 request_id=live.request_id,
                 attempt=live.attempt,
                 tokens=live.prompt + live.emitted.tobytes(),
                 prompt_len=live.prompt_len,
-                sampling=live.sampling,
+                sampling=sampling,
                 arrival_s=live.sender.arrival_s,
                 tenant=live.sender.tenant,
                 priority=live.sender.priority,
@@ -344,7 +358,7 @@ class EngineClient:
             case "error":
                 ended = Ended("error", message=end.error or "the engine failed this request")
             case "deadline":
-                ended = Ended("error", message="the request's deadline has passed", status=504)
+                ended = _EXPIRED
             case "cancelled":
                 ended = Ended("error", message="the server is stopping", status=503)
             case reason if end.tokens > len(live.emitted):

@@ -68,11 +68,14 @@ class Recovery:
         self._client.resubmit_all()
 
     async def watch(self, kill: Callable[[str], None]) -> None:
-        """Call `kill` with a reason whenever the engine hangs or the link to it broke. Never returns."""
+        """Call `kill` with a reason whenever the engine hangs or the link to it broke, and watch deadlines
+        while none serves. Never returns."""
         self._client.on_link_lost = kill
         checked_s = self._clock.now()
         while True:
             await asyncio.sleep(CHECK_S)
+            if not self._client.is_ready:
+                self._client.expire()
             now = self._clock.now()
             late, checked_s = now - checked_s > OVERSLEPT_S, now
             if late:

@@ -103,8 +103,10 @@ class Supervisor:
         self.on_crash: Callable[[str], None] = lambda process: None
         """Told of each process that ends without being asked to: `worker` or `engine`."""
         self._stopping = False
-        self._asleep: dict[int, int] = {}
-        """Device → the worker's life that was ended on purpose."""
+        self._asleep: set[int] = set()
+        """Devices that are to have no worker."""
+        self._put_to_sleep: dict[int, int] = {}
+        """Device → the worker's life that was ended on purpose, until it is over."""
         self.leased: Callable[[], tuple[int, ...]] = tuple
         """Devices that the next engine must not use."""
         self.failed: asyncio.Future[FatalError] = asyncio.get_running_loop().create_future()
@@ -191,20 +193,22 @@ class Supervisor:
         """End a device's worker until `wake`: all its memory of its own goes back to the system."""
         if self._pool is None or device in self._asleep:
             return
-        self._asleep[device] = self._pool.incarnations[device]
-        self._pool.kill(device, self._asleep[device])
+        self._asleep.add(device)
+        self._put_to_sleep[device] = self._pool.incarnations[device]
+        self._pool.kill(device, self._put_to_sleep[device])
 
     def wake(self, device: int) -> None:
         """Start the worker again, from the spare if there is one."""
-        incarnation = self._asleep.pop(device, None)
-        if incarnation is None or self._pool is None or self._stopping:
+        if device not in self._asleep:
             return
-        # One that has not ended yet is replaced when it does.
-        self._begin_worker(device)
+        self._asleep.remove(device)
+        if self._pool is not None and not self._stopping:
+            # One that has not ended yet is replaced when it does.
+            self._begin_worker(device)
 
     @property
     def asleep(self) -> Collection[int]:
-        return self._asleep.keys()
+        return self._asleep
 
     def kill_engine(self, reason: str) -> None:
         """The engine hangs, or the link to it broke."""
@@ -235,8 +239,10 @@ class Supervisor:
         if self._user is None:
             self._fail(self._worker(device), code)
             return
-        if incarnation == self._asleep.get(device):
+        if incarnation == self._put_to_sleep.get(device):
+            del self._put_to_sleep[device]
             self._user.send(WorkerGone(device, incarnation, "its device is released"))
+            self._begin_worker(device)  # if it was woken meanwhile
             return
         log.warning("%s after %.1f s", reason, lived_s)
         # At once: its peers wait for it in a collective.

@@ -46,6 +46,9 @@ class Orders:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        # Not select(): it refuses descriptors from 1024 on, and a server with many clients has no lower ones.
+        self._poller = select.poll()
+        self._poller.register(descriptor, select.POLLIN)
         self._partial = b""
         self._lines: deque[bytes] = deque()
         self._closed = False
@@ -55,7 +58,7 @@ class Orders:
         while not self._lines:
             if self._closed:
                 raise EOFError("the supervisor has closed the pipe of orders")
-            if not select.select([self.descriptor], [], [], timeout_s)[0]:
+            if not self._poller.poll(None if timeout_s is None else timeout_s * 1e3):
                 return None
             self._read()
         return _decoder.decode(self._lines.popleft())

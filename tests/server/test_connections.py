@@ -211,14 +211,39 @@ class Timers:
         self.aborted = True
 
 
-async def test_a_client_that_goes_on_reading_is_not_cut_off() -> None:
-    timers = Timers()
+def connected(timers: Timers) -> GuardedConnection:
     loop, transport = cast(asyncio.AbstractEventLoop, timers), cast(asyncio.Transport, timers)
     config = uvicorn.Config(app=lambda: None)  # type: ignore[arg-type, return-value]
     made = GuardedConnection(config=config, server_state=ServerState(), app_state={}, _loop=loop, most=9)
     made.connection_made(transport)
+    return made
+
+
+async def test_a_client_that_goes_on_reading_is_not_cut_off() -> None:
+    timers = Timers()
+    connected(timers)
     for timers.buffered in (60_000, 40_000, 1):
         timers.fire()
         assert not timers.aborted
+    timers.fire()
+    assert timers.aborted
+
+
+async def test_nor_is_one_in_the_middle_of_a_large_answer() -> None:
+    timers = Timers()
+    made = connected(timers)
+    timers.due.clear()  # the first request is there
+    timers.buffered = 8_000_000
+    made.pause_writing()
+    for timers.buffered in (6_000_000, 3_000_000, 100_000):
+        timers.fire()
+        assert not timers.aborted
+    made.resume_writing()
+    assert not timers.due
+    timers.buffered = 8_000_000  # larger than what waited last
+    made.pause_writing()
+    timers.buffered = 7_000_000
+    timers.fire()
+    assert not timers.aborted
     timers.fire()
     assert timers.aborted

@@ -173,6 +173,16 @@ async def test_resubmission_carries_what_was_emitted() -> None:
     assert live.past.recomputes == 1
 
 
+async def test_log_probabilities_of_a_prompt_are_asked_for_again_until_the_first_token() -> None:
+    pair, sampling = Pair(), SamplingParams(1, 10, prompt_logprobs=3)
+    pair.client.submit("r", pack_tokens([7, 8]), sampling, Recorder(), sender=SENDER)
+    pair.client.resubmit_all()
+    pair.say(Outputs(tokens=(event(0, 5, attempt=2),)))
+    pair.client.resubmit_all()
+    sent = [body.sampling for body in pair.heard() if isinstance(body, SubmitRequest)]
+    assert sent == [sampling, sampling, SamplingParams(1, 10)]
+
+
 async def test_requests_wait_while_the_engine_is_away() -> None:
     pair, sink = Pair(), Recorder()
     pair.say(EngineReady("tp1", 10, 100))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
-from dynamictp.messages import CancelRequest, SubmitRequest
+from dynamictp.messages import CancelRequest, Outputs, PromptLogprobs, SubmitRequest, TokenLogprobs
 from dynamictp.server import connection, generation
 from dynamictp.server.access import Access
 from dynamictp.server.admission import QueueLimits
 from dynamictp.server.app import create_app
 from dynamictp.server.bodies import Bodies
+from dynamictp.server.choice import Choice
 from dynamictp.server.keys import KeyRing
 from tests.server.server_stack import Stack, on_port, running_stack
 from tests.server.test_streaming import until
@@ -257,6 +258,28 @@ async def test_log_probabilities_of_prompts_count_for_every_choice(
         response = await stack.post("/v1/completions", **body, n=3)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "answer_too_large"
+
+
+async def test_log_probabilities_that_a_restarted_engine_sends_again_count_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation, "MAX_KEPT", 1000)
+    async with running_stack() as stack:
+        stack.engine.hold_tokens = True
+        task = post(stack, max_tokens=1, echo=True, logprobs=4)
+        client = stack.service.client
+        await until(lambda: client.live == 1)
+        (live,) = client.live_requests
+        choice, entry = cast(Choice, live.sink), TokenLogprobs(120, -0.5, ((120, -0.5),) * 4)
+        for count in (60, 70, 80):  # that the engine sends before it is lost
+            part = PromptLogprobs(live.request_id, live.attempt, 1, (entry,) * count)
+            stack.engine.link.send(Outputs(prompts=(part,)))
+            await until(lambda count=count: len(choice.prompt_logprobs) == count or task.done())  # type: ignore[misc]
+            client.resubmit_all()
+        release(stack)
+        response = await task
+        assert response.status_code == 200, response.text
+        assert len(response.json()["choices"][0]["logprobs"]["tokens"]) == 101
 
 
 # ---------------------------------------------------------------- bodies

@@ -25,6 +25,7 @@ from dynamictp.server import recovery as module
 from dynamictp.server.engine_client import EngineClient
 from dynamictp.server.metrics import Metrics
 from dynamictp.server.recovery import Recovery
+from dynamictp.server.sender import Sender
 from dynamictp.server.switches import SwitchBoard
 from dynamictp.transport import engine_address, memory_link_pair, zmq_link
 from tests.server.test_engine_client import SENDER, Pair, Recorder, event
@@ -144,6 +145,53 @@ async def test_an_engine_without_a_core_is_not_silent(monkeypatch: pytest.Monkey
     assert killed == []
     await let_pass(5.0, 0.0)
     assert len(killed) == 1
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_deadlines_pass_while_the_engine_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_S", 0.0)
+    clock = ManualClock(100.0)
+    client = EngineClient(clock, Metrics(), on_switch=lambda status: None)
+    recovery = Recovery(client, SwitchBoard("x").engine_lost, clock, hang_s=2.0)
+    watching = asyncio.create_task(recovery.watch(lambda reason: None))
+    soon, later, patient = Recorder(), Recorder(), Recorder()
+
+    async def pass_to(time_s: float) -> None:
+        clock.advance(time_s - clock.now())
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    left, engine = memory_link_pair(on_left=client.wake)
+    client.attach(left)
+    engine.send(EngineReady("tp1", 10, 100))
+    await client.wait_ready()
+    for name, sink, deadline_s in (
+        ("soon", soon, 101.0),
+        ("later", later, 103.0),
+        ("patient", patient, None),
+    ):
+        sender = Sender(100.0, deadline_s=deadline_s)
+        client.submit(name, pack_tokens([1]), SamplingParams(1, 1), sink, sender=sender)
+    await pass_to(101.0)
+    assert soon.end is None  # a matter of the engine's
+    recovery.engine_lost("gone")
+    await pass_to(101.25)
+    assert soon.end is not None
+    assert (soon.end.reason, soon.end.status) == ("error", 504)
+    # The next one is there, but does not serve yet: it is told.
+    left, engine = memory_link_pair(on_left=client.wake)
+    client.attach(left)
+    client.resubmit_all()
+    await pass_to(103.0)
+    assert later.end == soon.end
+    assert patient.end is None
+    heard = []
+    while (body := engine.receive()) is not None:
+        heard.append(
+            (type(body), body.request_id) if isinstance(body, (SubmitRequest, CancelRequest)) else body
+        )
+    assert heard == [(SubmitRequest, "later"), (SubmitRequest, "patient"), (CancelRequest, "later")]
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
 

@@ -14,7 +14,7 @@ import pytest
 from dynamictp.clock import SystemClock
 from dynamictp.config import build_config
 from dynamictp.errors import ResourceError
-from dynamictp.messages import Body, WorkerStarted
+from dynamictp.messages import Body, WorkerGone, WorkerStarted
 from dynamictp.server import crash_budget, supervisor
 from dynamictp.server.child import Spawner
 from dynamictp.server.plan import plan_node
@@ -30,6 +30,8 @@ class Pool:
         self.lives = [1, 1]
         self.refuses = 0
         self.begun: list[int] = []
+        self.reaps = True
+        """What is killed is over at once."""
         self.spares = 0
 
     @property
@@ -47,7 +49,8 @@ class Pool:
     def go(self, device: int) -> None: ...
 
     def kill(self, device: int, incarnation: int) -> None:
-        self.lives[device] = 0
+        if self.reaps:
+            self.lives[device] = 0
 
     def keep_spare(self) -> None:
         self.spares += 1
@@ -123,6 +126,60 @@ async def test_a_lease_that_comes_and_goes_in_the_pause_leaves_one_worker(
     made.sleep(1)
     made.wake(1)
     await asyncio.sleep(0.01)
+    assert pool.begun == [1]
+
+
+async def test_a_worker_that_is_woken_before_it_is_gone_did_not_crash(
+    kept: tuple[Supervisor, Pool, User],
+) -> None:
+    made, pool, user = kept
+    pool.reaps = False
+    crashes: list[str] = []
+    made.on_crash = crashes.append
+    for count in range(1, 6):  # the budget is 3
+        life = pool.lives[1]
+        made.sleep(1)
+        made.wake(1)
+        assert len(pool.begun) == count - 1
+        pool.lives[1] = 0
+        made._on_worker_ended(1, life, -9, 0.1)
+        await asyncio.sleep(0)
+        assert pool.begun == [1] * count
+    assert [type(body) for body in user.told] == [WorkerGone, WorkerStarted] * 5
+    assert crashes == []
+    assert not made.failed.done()
+
+
+async def test_a_worker_that_is_asleep_stays_away_when_it_is_gone(
+    kept: tuple[Supervisor, Pool, User],
+) -> None:
+    made, pool, user = kept
+    pool.reaps = False
+    for again in (made.wake, made.sleep):
+        made.sleep(1)
+        again(1)
+    pool.lives[1] = 0
+    made._on_worker_ended(1, 1, -9, 60.0)
+    await asyncio.sleep(0.01)
+    assert (pool.begun, [type(body) for body in user.told]) == ([], [WorkerGone])
+    made.wake(1)
+    assert pool.begun == [1]
+    # Its next life is one like any other.
+    pool.lives[1] = 0
+    made._on_worker_ended(1, 2, -9, 60.0)
+    await until(lambda: len(pool.begun) == 2)
+
+
+async def test_a_device_that_is_released_in_the_pause_after_a_crash_gets_no_worker(
+    kept: tuple[Supervisor, Pool, User],
+) -> None:
+    made, pool, _ = kept
+    pool.lives[1] = 0
+    made._on_worker_ended(1, 1, -9, 0.1)
+    made.sleep(1)
+    await asyncio.sleep(0.01)
+    assert pool.begun == []
+    made.wake(1)
     assert pool.begun == [1]
 
 

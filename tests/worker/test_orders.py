@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 
 import pytest
@@ -29,6 +31,23 @@ def test_orders_arrive_whole_and_in_order() -> None:
     with pytest.raises(EOFError):
         orders.next()
     os.close(theirs)
+
+
+def test_the_pipe_may_have_a_large_number() -> None:
+    """As it has when the server holds 1,000 connections of clients."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    low, ours = os.pipe()
+    try:
+        theirs = fcntl.fcntl(low, fcntl.F_DUPFD, 1100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    orders = Orders(theirs)
+    assert orders.next(0.0) is None
+    os.write(ours, encode_order(Go()))
+    assert orders.next() == Go()
+    for descriptor in (low, ours, theirs):
+        os.close(descriptor)
 
 
 def plan(*tokens: int) -> StepPlan:
