@@ -207,7 +207,7 @@ class EngineCore:
             self._look(now)
         self.layouts.advance()
         self._admission.admit(self.book.waiting, now)
-        for domain, sharers in self._turns.order(self._live()):
+        for domain, sharers in self._turns.order(self.fleet.domains.values()):
             while self._turns.may_plan(domain, sharers) and self._plan(domain, alone=not sharers):
                 pass
         self.layouts.report_commits()
