@@ -291,6 +291,25 @@ def test_a_narrower_layout_takes_over_what_its_quota_holds_and_recomputes_the_re
     sim.check_idle()
 
 
+def test_a_stream_that_a_narrower_layout_does_not_hold_goes_on_though_others_keep_coming() -> None:
+    sim = simulation(layout="tp3", arena=ArenaFacts(24 * HEADS, PAGE, "fp32"), max_num_seqs=4)
+    smaller = [sim.submit([n], 20) for n in range(2)]
+    large = sim.submit([5] * 50, 30)
+
+    def keep_coming() -> None:
+        if large.end is None:
+            sim.submit([len(sim.streams)], 12)
+            sim.at(0.01, keep_coming)
+
+    keep_coming()
+    sim.run(lambda: large.tokens != [] and all(len(stream.tokens) > 3 for stream in smaller))
+    status = sim.statuses[switch(sim, "tp1")]
+    assert (status.handovers, status.recomputes) == (3, 1)
+    sim.run(lambda: large.end is not None, within_s=1.0)
+    sim.run_until_idle()
+    sim.check_idle()
+
+
 def test_the_advertised_context_is_that_of_the_layout_in_force_or_of_the_widest_legal_one() -> None:
     arena = ArenaFacts(12 * HEADS, PAGE, "fp32")
     static = simulation(arena=arena)
