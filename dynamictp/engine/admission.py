@@ -45,8 +45,9 @@ class _NoSides:
 class Admission:
     """Owner of the routing state and of the prefix cache's hit counts (in tokens).
 
-    Admission is in queue order: a request that has to wait for room makes those behind it wait. Only one
-    that no serving domain could hold even when empty is passed over; it is let in when nothing else runs.
+    Admission is in queue order: a request that has to wait for room makes those behind it wait. One that no
+    serving domain could hold even when empty is let in when nothing else runs. Until then it is passed over,
+    unless it ran before (in a wider layout): its stream is under way and must not wait for ever.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Admission:
             total = self._blocks(len(request.tokens))
             domain, hits = self._pick(request, domains, total, backlog)
             if domain is None:
-                if total <= max(d.quota for d in domains):
+                if request.resumed or total <= max(d.quota for d in domains):
                     return
                 skipped += 1
                 continue

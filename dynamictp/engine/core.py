@@ -148,6 +148,7 @@ class EngineCore:
                 self._on_gone(body)
             case WorkerStarted():
                 self._expected[body.device] = body.incarnation
+                self._drop_messages(body.device)
                 self._watch.expect_hello(body.device, self._clock.now() + HELLO_S)
             case _:
                 raise ProtocolError(f"{type(body).__name__} is no message of a server")
@@ -186,8 +187,13 @@ class EngineCore:
     def _on_gone(self, message: WorkerGone) -> None:
         if self._expected[message.device] == message.incarnation:
             self._watch.forget(message.device)
+            self._drop_messages(message.device)
         for domain in self.fleet.reaped(message.device, message.incarnation):
             self._fail(domain, f"the worker of device {message.device}: {message.reason}", worker_lost=True)
+
+    def _drop_messages(self, device: int) -> None:
+        """What is queued for a life of the device's worker that is over must not reach the next one."""
+        self.to_workers[:] = [entry for entry in self.to_workers if entry[0] != device]
 
     # ------------------------------------------------------------ a turn
 
@@ -201,7 +207,7 @@ class EngineCore:
             self._look(now)
         self.layouts.advance()
         self._admission.admit(self.book.waiting, now)
-        for domain, sharers in self._turns.order(self._live()):
+        for domain, sharers in self._turns.order(self.fleet.domains.values()):
             while self._turns.may_plan(domain, sharers) and self._plan(domain, alone=not sharers):
                 pass
         self.layouts.report_commits()

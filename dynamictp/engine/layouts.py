@@ -14,7 +14,7 @@ from dynamictp.engine.fleet import Fleet
 from dynamictp.engine.placing import Targets, keepable, missing, surplus
 from dynamictp.engine.probe import Prober
 from dynamictp.engine.ramp import Ramp
-from dynamictp.engine.request import Detach, Request
+from dynamictp.engine.request import Request
 from dynamictp.engine.requests import RequestBook
 from dynamictp.engine.steptime import StepTimes
 from dynamictp.engine.switch import Outcome, Switch
@@ -381,8 +381,7 @@ class LayoutManager:
         switch.retiring = [d for d in (*switch.opening, *switch.reviving) if d.state == "serving"]
         self._drains.retire(switch.retiring, now)
         for domain in switch.retiring if distrust else ():
-            for request in tuple(domain.running):
-                self._book.detach(request, Detach.RECOMPUTE)
+            self._book.distrust(domain)
         self._current = None
         self._drains.add(switch)
         self._report(switch)

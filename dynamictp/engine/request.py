@@ -32,6 +32,11 @@ class Detach(Enum):
     def ends(self) -> bool:
         return self in {Detach.FINISH, Detach.CANCEL}
 
+    @property
+    def drops_output(self) -> bool:
+        """What its steps in flight bring does not reach the client."""
+        return self.ends or self is Detach.RECOMPUTE
+
 
 @dataclass
 class Shadow:

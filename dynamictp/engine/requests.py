@@ -159,7 +159,7 @@ class RequestBook:
             self._enter_blocks(request)
         if work.sample:
             request.pending -= 1
-        if request.detach is None or not request.detach.ends:
+        if request.detach is None or not request.detach.drops_output:
             if work.sample and token is not None:
                 domain.tokens_total += 1
                 self._sampled(request, token)
@@ -201,7 +201,7 @@ class RequestBook:
 
     def _prompt_logprobs(self, request: Request, prompt: RowPromptLogprobs) -> None:
         entries = prompt.entries[max(0, request.prompts_from - prompt.start) :]
-        if entries and (request.detach is None or not request.detach.ends):
+        if entries and (request.detach is None or not request.detach.drops_output):
             self._prompts.append(
                 PromptLogprobs(request.id, request.attempt, request.prompts_from, tuple(entries))
             )
@@ -222,7 +222,7 @@ class RequestBook:
     def detach(self, request: Request, why: Detach) -> None:
         """Take a running request out of plans; what `why` says follows its last step in flight.
 
-        Until then its tokens still count, except when it ends. An end replaces another reason, nothing
+        Until then its tokens still count unless `why` drops them. An end replaces another reason, nothing
         replaces an end.
         """
         domain = request.domain
@@ -234,6 +234,16 @@ class RequestBook:
         domain.leaving[request] = None
         if not request.in_flight:
             self._settle(request, domain)
+
+    def distrust(self, domain: Domain) -> None:
+        """Nothing that the domain's steps in flight compute is to be used: its requests are computed again
+        elsewhere, and the blocks of those that end stay out of the prefix cache."""
+        for request in (*domain.running, *domain.leaving):
+            request.entered = len(request.blocks)
+            if request.detach is None:
+                self.detach(request, Detach.RECOMPUTE)
+            elif not request.detach.ends:
+                request.detach = Detach.RECOMPUTE
 
     def stay(self, request: Request) -> None:
         """Undo a handover that waits for its last step: the domain serves again."""

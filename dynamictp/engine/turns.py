@@ -16,12 +16,13 @@ class Turns:
     """Deficit round-robin. Owner of the domains' `virtual_s`.
 
     A domain beside others has one step in flight, and waits while it is more than a quantum ahead of one
-    that has a step in flight. Domains on disjoint devices do not see each other.
+    that has a step in flight. Domains on disjoint devices do not see each other. One that is being opened
+    counts too: its proof and the first step after it stop all members until each has done what it had queued.
     """
 
     def order(self, domains: Iterable[Domain]) -> list[tuple[Domain, list[Domain]]]:
         """Domains with requests, those that used least first, each with the busy ones it shares with."""
-        busy = [domain for domain in domains if not domain.empty]
+        busy = [d for d in domains if d.state in {"preparing", "ready"} or not d.empty]
         if len(busy) > 1:
             busy.sort(key=lambda domain: domain.virtual_s)
         return [(d, [o for o in busy if o is not d and o.shares_device(d)]) for d in busy if d.running]

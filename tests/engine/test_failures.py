@@ -195,6 +195,30 @@ def test_a_reaped_worker_fails_its_domains_and_frees_their_pages() -> None:
     assert sim.lost == []
 
 
+def test_nothing_meant_for_dead_workers_reaches_their_successors() -> None:
+    """News of two deaths and both successors may be there in one go, without a turn in between."""
+    sim = simulation(layout="tp2")
+    stream = sim.submit([1], 20)
+    sim.run(lambda: len(stream.tokens) > 3)
+    for device in (0, 1):
+        sim.cluster.replace(device)
+        sim.core.on_server(WorkerGone(device, 1, "exit code -9"))
+    for device in (0, 1):
+        sim.core.on_server(WorkerStarted(device, 2))
+    assert [device for device, _ in sim.core.to_workers if device in (0, 1)] == []
+    for device in (0, 1):
+        sim.from_worker(device, WorkerHello(device, 2, 1))
+    # Late news of the lives before takes nothing from these.
+    sim.run(lambda: len(sim.core.fleet.incarnations) == 3)
+    sim.core.turn()
+    queued = list(sim.core.to_workers)
+    sim.core.on_server(WorkerGone(0, 1, "late news"))
+    assert sim.core.to_workers == queued
+    sim.run_until_idle()
+    sim.check_idle()
+    assert stream.end == "length"
+
+
 def test_a_worker_that_never_says_hello_is_lost() -> None:
     sim = simulation()
     sim.core.on_server(WorkerGone(2, 1, "exit code -9"))

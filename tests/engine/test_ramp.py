@@ -197,6 +197,33 @@ def test_what_a_failing_new_domain_computed_is_thrown_away() -> None:
     sim.core.check_integrity()
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_the_other_new_domain_has_in_flight_meanwhile_is_thrown_away_too(cancelled: bool) -> None:
+    sim = simulation(lambda plan: 0.002 * sum(row.count for row in plan.rows), max_batched_tokens=2 * PAGE)
+    switch_id = begin(sim, "tp1@1+tp1@2")
+    sim.run(lambda: share(sim, switch_id) == 1.0)
+    prompts = [[n, *range(2 * PAGE)] for n in range(2)]
+    for prompt in prompts:
+        sim.submit(prompt, 20)
+    sim.run(lambda: all(domain.in_flight for domain in sim.core.fleet.live() if domain.trial))
+    failing, other = (domain for domain in sim.core.fleet.live() if domain.trial)
+    (request,) = other.running
+    stream = sim.streams[request.id]
+    assert [work.count for record in other.in_flight for work in record.rows] == [2 * PAGE, 1]
+    sim.core.on_worker(failing.devices[0], DomainBroken(failing.epoch, 0, 99, True, "ValueError: injected"))
+    sim.turn()
+    assert sim.statuses[switch_id].outcome == "rolled_back"
+    if cancelled:
+        sim.cancel(stream)
+    sim.run(lambda: other.empty)
+    assert stream.tokens == []
+    last = sim.submit(stream.prompt, 2) if cancelled else stream
+    sim.run(lambda: last.tokens != [])
+    assert sim.core.snapshot().prefix_hits == 0
+    sim.run_until_idle()
+    sim.check_idle()
+
+
 def test_a_new_domain_without_finite_numbers_is_rolled_back_and_its_request_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from dynamictp.messages import (
     SetLayout,
     Shutdown,
 )
-from tests.engine.engine_simulation import HEADS, PAGE, Simulation, engine_start
+from tests.engine.engine_simulation import HEADS, PAGE, Simulation, Stream, engine_start
 
 PHASES = ["prepare_views", "prepare_communicator", "proof", "ramp", "commit", "drain", "close"]
 
@@ -36,6 +37,17 @@ def switch(sim: Simulation, layout: str, **fields: Any) -> str:
     switch_id = sim.set_layout(layout, **fields)
     sim.run(lambda: sim.statuses[switch_id].outcome in {"closed", "noop", "failed"})
     return switch_id
+
+
+def longest_gap(sim: Simulation, stream: Stream, until: Callable[[], bool]) -> float:
+    """The stream's longest time without a token, in seconds."""
+    longest, seen, since = 0.0, len(stream.tokens), sim.clock.now()
+    while not until():
+        sim.step()
+        if len(stream.tokens) > seen:
+            longest = max(longest, sim.clock.now() - since)
+            seen, since = len(stream.tokens), sim.clock.now()
+    return max(longest, sim.clock.now() - since)
 
 
 def test_ready_is_said_when_the_first_layout_serves() -> None:
@@ -63,13 +75,35 @@ def test_a_stream_goes_on_without_a_gap_longer_than_a_few_steps() -> None:
     stream = sim.submit([1], 80)
     sim.run(lambda: len(stream.tokens) > 10)
     sim.set_layout("tp3")
-    longest, seen, since = 0.0, len(stream.tokens), sim.clock.now()
-    while stream.end is None:
-        sim.step()
-        if len(stream.tokens) > seen:
-            longest = max(longest, sim.clock.now() - since)
-            seen, since = len(stream.tokens), sim.clock.now()
+    longest = longest_gap(sim, stream, lambda: stream.end is not None)
     assert longest < 5 * 0.002
+
+
+def test_a_long_prompt_on_one_of_the_domains_that_become_one_does_not_hold_the_others_streams() -> None:
+    """Alone on its device, it has steps of any length, two in flight; the new domain's proof, which the other
+    device is in at once, and its first step come after those."""
+    start = engine_start(
+        layout="tp1@0+tp1@1",
+        max_model_len=4096,
+        max_batched_tokens=512,
+        arena=ArenaFacts(3000 * HEADS, PAGE, "fp32"),
+    )
+    sim = Simulation(
+        random.Random(1),
+        start,
+        step_s=lambda plan: 0.01 + 0.001 * sum(row.count for row in plan.rows),
+        latency_s=0.0,
+    )
+    sim.run(lambda: sim.ready is not None)
+    stream = sim.submit([1], 600)
+    sim.run(lambda: len(stream.tokens) > 10)
+    long = sim.submit([2] * 3500, 2)
+    sim.run(lambda: any(row.count == 512 for plan in sim.plans for row in plan.rows))
+    switch_id = sim.set_layout("tp2@0,1")
+    sim.turn()
+    assert longest_gap(sim, stream, lambda: long.end is not None) < 0.2
+    assert (sim.statuses[switch_id].outcome, sim.statuses[switch_id].handovers) == ("closed", 2)
+    assert stream.end is None
 
 
 def test_a_switch_tells_when_its_new_domains_first_admitted_a_waiting_request() -> None:
@@ -253,6 +287,25 @@ def test_a_narrower_layout_takes_over_what_its_quota_holds_and_recomputes_the_re
     sim.run(lambda: all(len(stream.tokens) >= 8 for stream in streams))
     status = sim.statuses[switch(sim, "tp1")]
     assert (status.handovers, status.recomputes) == (2, 2)
+    sim.run_until_idle()
+    sim.check_idle()
+
+
+def test_a_stream_that_a_narrower_layout_does_not_hold_goes_on_though_others_keep_coming() -> None:
+    sim = simulation(layout="tp3", arena=ArenaFacts(24 * HEADS, PAGE, "fp32"), max_num_seqs=4)
+    smaller = [sim.submit([n], 20) for n in range(2)]
+    large = sim.submit([5] * 50, 30)
+
+    def keep_coming() -> None:
+        if large.end is None:
+            sim.submit([len(sim.streams)], 12)
+            sim.at(0.01, keep_coming)
+
+    keep_coming()
+    sim.run(lambda: large.tokens != [] and all(len(stream.tokens) > 3 for stream in smaller))
+    status = sim.statuses[switch(sim, "tp1")]
+    assert (status.handovers, status.recomputes) == (3, 1)
+    sim.run(lambda: large.end is not None, within_s=1.0)
     sim.run_until_idle()
     sim.check_idle()
 
