@@ -109,8 +109,18 @@ async def diagnosed(
     return Seen(told["diagnosis"]["findings"], told["figures"])
 
 
+def decoded(api: Api, steps: int) -> Callable[[], bool]:
+    """So many decode steps more than until now: the prompts are done. The server may have served others."""
+
+    def so_far() -> float:
+        return api.metric("dtp_steps_total", phase="decode")
+
+    before = so_far()
+    return lambda: so_far() > before + steps
+
+
 async def test_a_few_streams_are_bound_by_memory(api: Api) -> None:
-    seen = await diagnosed(api, 2, 300, 1200, lambda: api.metric("dtp_steps_total", phase="decode") > 100)
+    seen = await diagnosed(api, 2, 300, 1200, decoded(api, 100))
     assert seen.without_neighbours() == ["memory_bound"], seen
     # Tokens are counted when they come, steps four times a second.
     told = re.search(r"([\d.]+) tokens per step", seen.evidence("memory_bound"))
@@ -143,7 +153,7 @@ async def test_long_answers_in_little_memory_fill_it(crowded: Api) -> None:
 
 
 async def test_a_small_model_is_bound_by_its_host(tiny: Api) -> None:
-    seen = await diagnosed(tiny, 1, 20, 1500, lambda: tiny.metric("dtp_steps_total", phase="decode") > 100)
+    seen = await diagnosed(tiny, 1, 20, 1500, decoded(tiny, 100))
     assert seen.verdicts[0] == "host_bound", seen
     assert "neither weights, attention nor waits" in seen.evidence("host_bound")
     assert "memory_bound" not in seen.verdicts
