@@ -90,9 +90,11 @@ class ZmqLink:
     `FIRST_CONTACT_S`. A connecting socket keeps the messages for the peer and never waits.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], incarnation: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], incarnation: int, file: Path | None = None) -> None:
+        """`file`: what the socket was bound to, removed with it; ZeroMQ leaves it there."""
         self.socket = socket
         self._codec = Codec(incarnation)
+        self._file = file
         self._met = False
 
     def encode(self, body: Body) -> bytes:
@@ -121,6 +123,8 @@ class ZmqLink:
 
     def close(self) -> None:
         self.socket.close(linger=200)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 def engine_address(folder: Path, incarnation: int) -> str:
@@ -144,7 +148,7 @@ def zmq_link(
     # The other end may bind later: every life of a process has sockets of its own.
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     (socket.bind if bind else socket.connect)(address)
-    return ZmqLink(socket, incarnation)
+    return ZmqLink(socket, incarnation, Path(address.removeprefix("ipc://")) if bind else None)
 
 
 class MemoryLink:

@@ -285,3 +285,15 @@ def test_both_ends_are_links() -> None:
     for link in links:
         assert isinstance(link, MemoryLink)
         link.close()
+
+
+def test_a_closed_link_leaves_no_socket_file(open_link: OpenLink, address: str) -> None:
+    """A worker whose device is lent out again and again has a socket for each life."""
+    file = Path(address.removeprefix("ipc://"))
+    ours, theirs = open_link(True), open_link(False)
+    ours.send(CloseDomain(1))
+    assert stat.S_ISSOCK(file.stat().st_mode)
+    theirs.close()
+    assert file.exists(), "the end that connects owns no file"
+    ours.close()
+    assert not file.exists()
