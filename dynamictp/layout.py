@@ -227,7 +227,7 @@ def planned_specs(degrees: Sequence[int], devices: int, *, limit: int = 128) -> 
 
 
 def _mixed(total: int, widths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    by_count = _by_turns(_alike(total, count, widths) for count in range(2, total // widths[0] + 1))
+    by_count = _by_turns(_partitions(total, count, widths) for count in range(2, total // widths[0] + 1))
     return (parts for parts in by_count if len(set(parts)) > 1)
 
 
@@ -236,29 +236,15 @@ def _by_turns(many: Iterable[Iterator[tuple[int, ...]]]) -> Iterator[tuple[int, 
     return (parts for parts in chain.from_iterable(zip_longest(*many)) if parts is not None)
 
 
-def _alike(total: int, count: int, widths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """As `_partitions`, the one with the narrowest first width first; `widths` is ascending."""
-    if count == 0:
-        if total == 0:
-            yield ()
-        return
-    for index, width in enumerate(widths, 1):
-        if width + (count - 1) * widths[0] > total:
-            return
-        if width * count >= total:
-            for rest in _alike(total - width, count - 1, widths[:index]):
-                yield (width, *rest)
-
-
 def _partitions(total: int, count: int, widths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Descending tuples of `count` widths with sum `total`; `widths` is descending."""
+    """Descending tuples of `count` widths with sum `total`; which comes first, the order of `widths` says."""
     if count == 0:
         if total == 0:
             yield ()
         return
-    for index, width in enumerate(widths):
-        if width * count < total:
-            return
-        if width + (count - 1) * widths[-1] <= total:
-            for rest in _partitions(total - width, count - 1, widths[index:]):
+    least = (count - 1) * min(widths)
+    for width in widths:
+        if width + least <= total <= width * count:
+            narrower = [other for other in widths if other <= width]
+            for rest in _partitions(total - width, count - 1, narrower):
                 yield (width, *rest)

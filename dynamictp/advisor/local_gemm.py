@@ -14,8 +14,8 @@ _LEAST_RUNS = 4
 def gemm_flops(seconds: float) -> float:
     """FLOP/s of 1,024³ products of float32 in numpy's library, best of the runs that fit into `seconds`.
 
-    At least four count, after one that does not: the library's first product sets up its memory, and took
-    0.4 s, twenty times its usual time, on a machine that had just freed much of its own.
+    At least four count, after one that does not: the library's first product sets up its memory, and a run
+    that fitted no second one found a twentieth of the usual speed.
     """
     left = np.ones((_SIZE, _SIZE), dtype=np.float32)
     right, out = left.copy(), left.copy()

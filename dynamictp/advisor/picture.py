@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dynamictp.advisor.machine import Machine
 from dynamictp.advisor.search import Candidate
 from dynamictp.advisor.topology import Link, LinkKind
-from dynamictp.errors import ConfigError
+from dynamictp.errors import ConfigError, install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,9 +41,7 @@ def draw_picture(machine: Machine, candidate: Candidate | None, path: Path) -> N
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(
-            "--picture needs matplotlib: in the checkout, pip install --no-build-isolation -e '.[bench]'"
-        ) from error
+        raise ConfigError(f"--picture needs matplotlib: {install_hint('bench')}") from error
     islands = machine.graph.islands()
     columns = min(len(islands), 4)
     rows = math.ceil(len(islands) / columns)

@@ -18,6 +18,7 @@ from dynamictp.bench.client import Sender
 from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import Request
 from dynamictp.clock import Clock
+from dynamictp.process import settle_heap
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -113,8 +114,7 @@ async def run_closed(
 @contextmanager
 def quiet_collector() -> Iterator[None]:
     """No pass over the schedule's objects in mid-run: a full collection stops the client for tens of ms."""
-    gc.collect()
-    gc.freeze()
+    settle_heap()
     try:
         yield
     finally:

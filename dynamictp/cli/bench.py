@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from dynamictp.cli.bench_options import job_options, make_job, output_options
-from dynamictp.errors import ConfigError
+from dynamictp.errors import ConfigError, install_hint
 
 # A pipe has no width; the tables need this much.
 _FILE_COLUMNS = 130
@@ -196,8 +196,8 @@ def check_plots() -> None:
         import matplotlib as _  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
-            "--html needs matplotlib for its plots: in the checkout, pip install --no-build-isolation "
-            "-e '.[bench]'; or use --json now and `dynamictp bench report FILE --html …` later"
+            f"--html needs matplotlib for its plots: {install_hint('bench')}; or use --json now and "
+            "`dynamictp bench report FILE --html …` later"
         ) from error
 
 

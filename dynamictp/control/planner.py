@@ -129,12 +129,12 @@ def _sustained_shrink(s: Scene, state: PlannerState) -> tuple[Wish | None, Plann
     state = msgspec.structs.replace(state, shrink=held)
     due = held.decisions >= s.config.consecutive and now - since >= _shrink_after_s(s.config, state)
     target = choice.smaller(s, peak) if due else None
-    if due and target is None:
+    if target is not None:
+        return Wish(target.layout, Reason.SHRINK), state
+    if due:
         # The peak rules it out: wait for as long again without one.
         state = msgspec.structs.replace(state, shrink=Sustained(now, 1, peak=s.demand.growth))
-    if target is None:
-        return Wish(s.snapshot.layout, Reason.SUSTAIN), state
-    return Wish(target.layout, Reason.SHRINK), state
+    return Wish(s.snapshot.layout, Reason.SUSTAIN), state
 
 
 def _shrink_after_s(config: ControlConfig, state: PlannerState) -> float:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dynamictp.clock import Clock
-from dynamictp.errors import ConfigError
+from dynamictp.errors import ConfigError, install_hint
 from dynamictp.messages import ServedBy, SwitchStatus
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ def open_tracer(endpoint: str, clock: Clock, model: str) -> Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): in the checkout, pip install "
-            "--no-build-isolation -e '.[tracing]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): {install_hint('tracing')}"
         ) from error
     provider = TracerProvider(
         resource=Resource.create({"service.name": "dynamictp", "gen_ai.request.model": model})

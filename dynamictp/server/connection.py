@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -32,8 +33,6 @@ class GuardedConnection(H11Protocol):
         self._stall: asyncio.TimerHandle | None = None
         self._unread = 0
         """Bytes that waited to be taken when the timer for the next request last came."""
-        self._unwritten = 0
-        """Bytes that waited when the timer for what can't be written was last set."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,12 +67,12 @@ class GuardedConnection(H11Protocol):
         super().resume_writing()
 
     def _watch_stall(self) -> None:
-        self._unwritten = self.transport.get_write_buffer_size()
-        self._stall = self.loop.call_later(STALL_S, self._no_room)
+        waiting = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(STALL_S, partial(self._no_room, waiting))
 
-    def _no_room(self) -> None:
-        """Cut the client off, unless it is still taking what waits: a large answer may need long."""
-        if self.transport.get_write_buffer_size() < self._unwritten:
+    def _no_room(self, before: int) -> None:
+        """Cut the client off, unless it took some of what waited before: a large answer may need long."""
+        if self.transport.get_write_buffer_size() < before:
             self._watch_stall()
         else:
             self.transport.abort()

@@ -148,9 +148,8 @@ class Supervisor:
         """From now on replace what ends."""
         self._user = user
         if self._pool is not None and not self._stopping:
-            for device, incarnation in enumerate(self._pool.incarnations):
-                if not incarnation:
-                    self._begin_worker(device)
+            for device in range(self._plan.devices):
+                self._begin_worker(device)  # where there is none
             self._pool.keep_spare()
         self._look_for_stopped(StoppedProcesses(STOPPED_SHARE * self._config.hang_s))
 

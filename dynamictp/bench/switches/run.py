@@ -17,7 +17,7 @@ from dynamictp.bench.switches.outcome import Outcome, RoundSeen, outcome_of
 from dynamictp.bench.switches.page import page
 from dynamictp.bench.switches.play import Player
 from dynamictp.bench.switches.study import LOAD_SHARE, Study
-from dynamictp.errors import ConfigError
+from dynamictp.errors import ConfigError, install_hint
 
 SHORT_SWITCHES, SHORT_EVERY_S, SHORT_CONTROLS = 12, 1.0, ("tp1",)
 """The short form, in less than a minute: the plays without a switch on the slowest layout only."""
@@ -106,7 +106,4 @@ def _check_plots() -> None:
     try:
         import matplotlib as _  # noqa: F401, PLC0415
     except ImportError as error:
-        raise ConfigError(
-            "--page needs matplotlib for its plot: in the checkout, pip install --no-build-isolation "
-            "-e '.[bench]'"
-        ) from error
+        raise ConfigError(f"--page needs matplotlib for its plot: {install_hint('bench')}") from error
