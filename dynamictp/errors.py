@@ -30,11 +30,6 @@ from typing import Self
 _MAX_MESSAGE_CHARS = 800
 
 
-def install_hint(extra: str) -> str:
-    """How to get what an optional part needs, for a message that says what is missing."""
-    return f"in the checkout, pip install --no-build-isolation -e '.[{extra}]'"
-
-
 class DynamicTPError(Exception):
     """Root of every error this package raises on purpose."""
 

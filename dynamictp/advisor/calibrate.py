@@ -6,7 +6,8 @@ into the file.
 
 What a request takes outside of steps is the time to the first token of a prompt of one token, less the step
 that computes it (which is that of one decoding row), and beside running streams less the steps it waits for:
-the rest of the one that runs and those planned. It goes into the file in seconds, with its quartiles.
+the rest of the one that runs and those planned. It goes into the file in seconds, with its quartiles. So does
+what a short prompt adds to the steps of running streams, less what its tokens do by the steps measured alone.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ _PROBES = 24
 """Prompts of one token beside running streams."""
 _PROBE_EVERY = 7.3
 """Steps between two of them: no whole number, so that they come at any moment of a step."""
+_STREAM_OUTPUT = round(_PROBE_EVERY * (_PROBES + 2))
+"""Tokens of the streams beside which they come."""
+_SHORT_EVERY = 3.3
+"""The same between two short prompts that are to be felt in the steps."""
 _MOST_SLOWDOWN = 4.0
 _WHOLE = {"ignore_eos": True}
 
@@ -93,13 +98,18 @@ class Calibrator:
             self._set_layout(f"tp{tp}")
             steps, idle = self._degree(tp)
             points += steps
-            requests += [idle, self._beside(tp, 1, self._streams_s(1))]
+            alone = self._domain(tp, self._calibration(points), tp)
+            requests += [idle, self._beside(alone, 1, self._streams_s(1))]
             if (most := self._machine.devices // tp) > 1:
                 self._set_layout("+".join([f"tp{tp}"] * most))
                 step_s = self._streams_s(most)
-                requests.append(self._beside(tp, most, step_s))
+                beside_others = self._domain(tp, self._calibration(points), tp * most)
                 if self._machine.device.shared_bandwidth is not None:
-                    crowded += self._crowded(self._domain(tp, self._calibration(points), tp * most), step_s)
+                    found = self._crowded(beside_others, step_s)
+                    crowded += found
+                    calibration = msgspec.structs.replace(self._calibration(points), crowded=tuple(found))
+                    beside_others = msgspec.structs.replace(beside_others, calibration=calibration)
+                requests.append(self._beside(beside_others, most, step_s))
         return msgspec.structs.replace(
             self._calibration(points), requests=merged(requests), crowded=tuple(crowded)
         )
@@ -212,16 +222,34 @@ class Calibrator:
             found.append(result.chunk_s[0] - result.sent_s)
         return found
 
-    def _beside(self, tp: int, domains: int, step_s: float) -> RequestPoint:
-        """A request beside running streams on each of `domains` domains, whose steps take `step_s`."""
-        rows = LONG_STREAMS * domains
-        output = round(_PROBE_EVERY * (_PROBES + 2))
-        streams = together(exact_prompts(self._ids, SHORT_CONTEXT, rows, self._rng), output, _WHOLE)
+    def _beside(self, domain: Domain, domains: int, step_s: float) -> RequestPoint:
+        """A request beside running streams on each of `domains` such domains, whose steps take `step_s`."""
+        decode_s, first_tokens = self._probed(domains, step_s, _PROBE_EVERY, 1)
+        # The rest of the step that runs, those planned, and its own.
+        steps = 0.5 + self._limits.steps_ahead + 1
+        found = outside_steps(domain.tp * domains, first_tokens, decode_s / (_STREAM_OUTPUT - 1), steps)
+        return msgspec.structs.replace(found, added_s=self._added_s(domain, domains, step_s))
+
+    def _added_s(self, domain: Domain, domains: int, step_s: float) -> float:
+        """What a short prompt adds to the steps beside it, beyond what the model says of its tokens."""
+        added = []
+        for _ in range(_ROUNDS + 1):  # in turns: a shared machine changes its speed
+            without, _ = self._probed(domains, step_s, math.inf, PROMPTS[0])
+            beside, first_tokens = self._probed(domains, step_s, _SHORT_EVERY, PROMPTS[0])
+            added.append((beside - without) * domains / len(first_tokens))
+        return max(statistics.median(added) - short_prompt_s(domain), 0.0)
+
+    def _probed(self, domains: int, step_s: float, every: float, tokens: int) -> tuple[float, list[float]]:
+        """(mean seconds from a stream's first token to its last, times to the first token of the probes) of
+        streams on each domain beside which a prompt of `tokens` tokens comes every `every` steps.
+        """
+        count = max(int(_STREAM_OUTPUT / every) - 2, 0)
+        prompts = exact_prompts(self._ids, SHORT_CONTEXT, LONG_STREAMS * domains, self._rng)
         probes = [
-            Request(step_s * _PROBE_EVERY * (i + 1), prompt, 1, extra=_WHOLE)
-            for i, prompt in enumerate(exact_prompts(self._ids, 1, _PROBES, self._rng))
+            Request(step_s * every * (i + 1), prompt, 1, extra=_WHOLE)
+            for i, prompt in enumerate(exact_prompts(self._ids, tokens, count, self._rng))
         ]
-        results = self._play([*streams, *probes])
+        results = self._play([*together(prompts, _STREAM_OUTPUT, _WHOLE), *probes])
         running = [result for result in results if result.request.max_tokens > 1]
         end = min(result.chunk_s[-1] for result in running)
         first_tokens = [
@@ -229,13 +257,11 @@ class Calibrator:
             for result in results
             if result.request.max_tokens == 1 and result.chunk_s[0] < end
         ]
-        if len(first_tokens) < _PROBES // 2:
+        if len(first_tokens) < count // 2:
             raise FatalError(
                 "streams ended before the requests beside them; the server is too busy to calibrate"
             )
-        step_s = statistics.fmean((r.chunk_s[-1] - r.chunk_s[0]) / (output - 1) for r in running)
-        # The rest of the step that runs, those planned, and its own.
-        return outside_steps(tp * domains, first_tokens, step_s, 0.5 + self._limits.steps_ahead + 1)
+        return statistics.fmean(r.chunk_s[-1] - r.chunk_s[0] for r in running), first_tokens
 
     def _play(self, schedule: Sequence[Request]) -> list[Result]:
         client = Client(self._url, self._model, timeout_s=120.0, return_token_ids=True)
@@ -279,6 +305,13 @@ def outside_steps(
     return RequestPoint(busy_devices, middle, max(middle - spread, 0.0), middle + spread)
 
 
+def short_prompt_s(domain: Domain) -> float:
+    """What the model says that the tokens of a short prompt add to a step of `LONG_STREAMS` streams."""
+    steps, rows, tokens = StepModel(domain), LONG_STREAMS, PROMPTS[0]
+    shared = steps.base(rows + tokens, rows + 1).total_s - steps.base(rows, rows).total_s
+    return shared + steps.prompt_attention_s(tokens)
+
+
 def memory_slowdown(domain: Domain, step_s: float) -> float | None:
     """How many times slower memory must be for `LONG_STREAMS` short streams on that calibrated domain, beside
     others, to take `step_s` a step. None beyond 4 either way: something else was measured.
@@ -310,6 +343,7 @@ def merged(points: Sequence[RequestPoint]) -> tuple[RequestPoint, ...]:
                 statistics.fmean(point.seconds for point in same),
                 min(point.low_s for point in same),
                 max(point.high_s for point in same),
+                statistics.fmean(point.added_s for point in same),
             )
         )
     return tuple(out)

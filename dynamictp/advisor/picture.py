@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dynamictp.advisor.machine import Machine
 from dynamictp.advisor.search import Candidate
 from dynamictp.advisor.topology import Link, LinkKind
-from dynamictp.errors import ConfigError, install_hint
+from dynamictp.errors import ConfigError
+from dynamictp.extras import need_plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +38,10 @@ def draw_picture(machine: Machine, candidate: Candidate | None, path: Path) -> N
     """
     if path.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--picture {path}: expected a file name that ends with .png or .svg")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(f"--picture needs matplotlib: {install_hint('bench')}") from error
+    need_plots("--picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     islands = machine.graph.islands()
     columns = min(len(islands), 4)
     rows = math.ceil(len(islands) / columns)

@@ -241,7 +241,8 @@ def run(setup: Setup, out: Path | None, console: Console) -> int:
             for point in calibration.requests:
                 console.print(
                     f"a request takes {point.seconds * 1e3:.1f} ms ({point.low_s * 1e3:.1f}-"
-                    f"{point.high_s * 1e3:.1f}) outside of steps beside {point.busy_devices} busy cores"
+                    f"{point.high_s * 1e3:.1f}) outside of steps beside {point.busy_devices} busy cores, and "
+                    f"adds {point.added_s * 1e3:.1f} ms to those beside it"
                 )
             for crowd in calibration.crowded:
                 console.print(

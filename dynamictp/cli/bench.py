@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from dynamictp.cli.bench_options import job_options, make_job, output_options
-from dynamictp.errors import ConfigError, install_hint
+from dynamictp.extras import need_plots
 
 # A pipe has no width; the tables need this much.
 _FILE_COLUMNS = 130
@@ -173,7 +173,7 @@ def _finish(measure: Callable[[Console], Any], given: dict[str, Any]) -> None:
 
     page_path, json_path = given["html"], given["json"]
     if page_path is not None:
-        check_plots()
+        need_plots("--html", "; or use --json now and `dynamictp bench report FILE --html …` later")
     measured = measure(Console(stderr=True))
     figures = figures_of(measured)
     if json_path is not None:
@@ -188,17 +188,6 @@ def _finish(measure: Callable[[Console], Any], given: dict[str, Any]) -> None:
     console.print(table.render(measured, figures))
     if not all(seen.validity.valid for seen in figures):
         sys.exit(1)
-
-
-def check_plots() -> None:
-    """Before the run, not after it."""
-    try:
-        import matplotlib as _  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            f"--html needs matplotlib for its plots: {install_hint('bench')}; or use --json now and "
-            "`dynamictp bench report FILE --html …` later"
-        ) from error
 
 
 def _interrupt_on_signals() -> None:

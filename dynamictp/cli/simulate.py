@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dynamictp.cli.numbers import FiniteRange
 from dynamictp.errors import ConfigError
+from dynamictp.extras import need_plots
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -46,9 +47,7 @@ def simulate(scenario: Path | None, **given: Any) -> None:
 
     wanted = _scenario(scenario, given)
     if given["html_path"] is not None:
-        from dynamictp.cli.bench import check_plots  # noqa: PLC0415
-
-        check_plots()
+        need_plots("--html")
     from dynamictp.sim.bar import ProgressBar  # noqa: PLC0415
 
     with ProgressBar(wanted, Console(stderr=True)) as bar:
@@ -115,9 +114,7 @@ def _replay(given: dict[str, Any]) -> None:
     if given["json_path"] is not None:
         write_json(both, figures, given["json_path"])
     if given["html_path"] is not None:
-        from dynamictp.cli.bench import check_plots  # noqa: PLC0415
-
-        check_plots()
+        need_plots("--html")
         from dynamictp.bench.report import page  # noqa: PLC0415
 
         given["html_path"].write_text(page.render(both, figures), encoding="utf-8")

@@ -15,6 +15,10 @@ _WINDOW_S = 2.0
 _HISTORY_S = 10.0
 _TREND_SIGMAS = 2.5
 _LEVEL_SIGMAS = 3.0
+_NOTHING = math.exp(-3)
+"""Requests within its time constant below which the slow rate is none: none came for three of them, or a few
+more after much traffic. An average that only fades would hold up for ever the shrink to a layout that can't
+hold the SLO of a single request."""
 _DISPERSION_S = 120.0
 _MOST_DISPERSION = 4.0
 """A single window counts as at most so much burstier than usual: it may be a step."""
@@ -95,6 +99,7 @@ class Demand(msgspec.Struct, frozen=True):
     forecast: float
     """Expected in `horizon_s`."""
     slow: float
+    """0 once nothing has arrived for a while."""
     backlog: float
     """Waiting work ÷ horizon."""
     growth: float
@@ -148,7 +153,7 @@ def demand(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig, p
         now=rate,
         average=state.average,
         forecast=forecast,
-        slow=state.slow,
+        slow=state.slow if state.slow * config.slow_s >= _NOTHING else 0.0,
         backlog=backlog,
         growth=growth + backlog,
     )

@@ -197,7 +197,7 @@ class Replica:
         if rest > 0:
             step = self.steps.base(beside.batch + rest, beside.batch + 1).total_s
             added += max(step - beside.plain_s, 0.0)
-        added = (added + self.steps.prompt_attention_s(tokens)) / stages
+        added = (added + self.steps.prompt_attention_s(tokens)) / stages + self.steps.request_added_s
         pieces = whole + (rest > 0)
         latency = added * (pieces + stages - 1) / pieces + (pieces + self._steps_before) * beside.step_s
         return PromptCost(added, latency, occupancy=added + tokens / beside.chunk * beside.step_s)

@@ -47,6 +47,9 @@ class RequestPoint(msgspec.Struct, frozen=True):
     seconds: float
     low_s: float
     high_s: float
+    added_s: float = 0.0
+    """What a request adds to the steps of those that run beside it, beyond what its tokens do: the host works
+    for it on the cores that compute, or beside them on their memory."""
 
 
 class CrowdedPoint(msgspec.Struct, frozen=True):
@@ -117,9 +120,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Time of a request outside of steps, linear between the measured points and held at the ends."""
         if not self.requests:
             return None
-        left, right = _around(self.requests, busy_devices)
-        gap = right.busy_devices - left.busy_devices
-        share = min(max((busy_devices - left.busy_devices) / gap, 0.0), 1.0) if gap else 0.0
+        left, right, share = _around(self.requests, busy_devices)
         return Figure(
             left.seconds + share * (right.seconds - left.seconds),
             "measured",
@@ -128,6 +129,13 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             worse=left.high_s + share * (right.high_s - left.high_s),
             ideal=0.0,
         )
+
+    def request_added_s(self, busy_devices: float) -> float:
+        """What a request adds to the steps beside it, beyond its tokens; 0 where that was not measured."""
+        if not self.requests:
+            return 0.0
+        left, right, share = _around(self.requests, busy_devices)
+        return left.added_s + share * (right.added_s - left.added_s)
 
     def slowdown(self, tp: int, busy_devices: int) -> float:
         """Of memory beside other domains; 1 where just that was not measured."""
@@ -165,11 +173,12 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return calibration
 
 
-def _around(points: Sequence[RequestPoint], busy: float) -> tuple[RequestPoint, RequestPoint]:
-    """The two points to interpolate between; twice the same one beyond the ends."""
+def _around(points: Sequence[RequestPoint], busy: float) -> tuple[RequestPoint, RequestPoint, float]:
+    """The two points to interpolate between, twice the same beyond the ends, and the right one's share."""
     right = next((point for point in points if point.busy_devices >= busy), points[-1])
     left = next((point for point in reversed(points) if point.busy_devices <= busy), points[0])
-    return left, right
+    gap = right.busy_devices - left.busy_devices
+    return left, right, min(max((busy - left.busy_devices) / gap, 0.0), 1.0) if gap else 0.0
 
 
 def _interpolated(curve: Sequence[tuple[int, float]], size: float) -> float:

@@ -172,10 +172,22 @@ class StepModel:
         Only where devices are cores of the host does it matter whether they compute meanwhile (`busy`).
         """
         domain = self.domain
-        devices = max(domain.active_devices, domain.tp * domain.pp) if busy else 0
+        devices = self._busy_devices if busy else 0
         measured = None if domain.calibration is None else domain.calibration.request_s(devices)
         figure = measured if measured is not None else domain.assumptions.request_overhead_s
         return figure.at(self.corner)
+
+    @property
+    def request_added_s(self) -> float:
+        """What a request adds to the steps of those that run beside it, beyond what its tokens do."""
+        calibration = self.domain.calibration
+        if calibration is None or self.corner is Corner.IDEAL:
+            return 0.0
+        return calibration.request_added_s(self._busy_devices)
+
+    @property
+    def _busy_devices(self) -> int:
+        return max(self.domain.active_devices, self.domain.tp * self.domain.pp)
 
     def base(self, tokens: float, sampled: float) -> StepCost:
         """A pass over `tokens` tokens, `sampled` of them with logits, without attention."""

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dynamictp.clock import Clock
-from dynamictp.errors import ConfigError, install_hint
+from dynamictp.errors import ConfigError
+from dynamictp.extras import install_hint
 from dynamictp.messages import ServedBy, SwitchStatus
 
 if TYPE_CHECKING:

@@ -286,7 +286,7 @@ class Node:
 
     def _admit(self) -> None:
         """In order; one that waits for room makes those behind it wait. Only one that no serving domain could
-        hold even when empty is passed over."""
+        hold even when empty is passed over, unless it ran before."""
         serving = self._serving
         index = 0
         while index < len(self.waiting) and index <= _MOST_SKIPPED:
@@ -296,7 +296,7 @@ class Node:
             if chosen is not None:
                 del self.waiting[index]
                 chosen.add(request)
-            elif any(self.fits_when_empty(request, domain.tp) for domain in serving):
+            elif request.resumed or any(self.fits_when_empty(request, d.tp) for d in serving):
                 return
             else:
                 index += 1

@@ -43,14 +43,14 @@ def test_a_request_is_never_faster_than_nothing() -> None:
 def test_layouts_that_keep_as_many_devices_busy_are_one_point() -> None:
     found = merged(
         [
-            RequestPoint(2, 0.010, 0.008, 0.013),
+            RequestPoint(2, 0.010, 0.008, 0.013, 0.003),
             RequestPoint(0, 0.004, 0.003, 0.005),
-            RequestPoint(2, 0.014, 0.009, 0.018),
+            RequestPoint(2, 0.014, 0.009, 0.018, 0.005),
         ]
     )
     assert found == (
         RequestPoint(0, 0.004, 0.003, 0.005),
-        RequestPoint(2, pytest.approx(0.012), 0.008, 0.018),
+        RequestPoint(2, pytest.approx(0.012), 0.008, 0.018, pytest.approx(0.004)),
     )
 
 

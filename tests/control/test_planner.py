@@ -26,7 +26,7 @@ from dynamictp.control.values import (
     SwitchView,
     Waiting,
 )
-from tests.control.pools import CPU_LEGAL, GPU_LEGAL, config, cpu_facts, gpu_facts
+from tests.control.pools import CPU_LEGAL, CPU_SLO, GPU_LEGAL, config, cpu_facts, gpu_facts
 
 GOOD = Digest(200, 0.1, 0.2, 0.3)
 BAD = Digest(200, 0.5, 0.9, 1.4)
@@ -235,6 +235,19 @@ def test_a_peak_keeps_a_shrink_back_once_and_not_for_ever() -> None:
     later = [snapshot(10 + i / 2, 0.0, "tp2") for i in range(120)]
     shrinks = [d.time_s for d in (planner.see(one) for one in later) if d.reason is Reason.SHRINK]
     assert shrinks[0] == pytest.approx(held.since_s + 2 * 20.0, abs=1.0)
+
+
+def test_without_traffic_a_layout_that_holds_no_request_will_do() -> None:
+    """tp1 misses the target with a single stream: one request keeps tp2, none at all does not. The slow
+    average of what was there fades, and is never zero."""
+    planner = Planner(config(slo={**CPU_SLO, "tpot_p99_ms": 13.0}, shrink_after_s=20.0))
+    nothing = {"arrivals_2s": Arrivals(2.0), "arrivals_10s": Arrivals(10.0)}
+    quiet = [snapshot(400 + i / 2, 0, "tp2", **nothing) for i in range(121)]
+    assert not [d for d in planner.all(*steady(400, 0.5, "tp2")) if d.target]
+    assert planner.see(snapshot(400, 0.5)).figures["load"] > 1e6
+    ((when, target),) = [(d.time_s, d.target) for d in planner.all(*quiet) if d.target]
+    assert target == "tp1"
+    assert 420 < when < 450
 
 
 # ---------------------------------------------------------------- gates

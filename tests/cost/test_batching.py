@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dynamictp.cost.batching import Replica, Targets
+from dynamictp.cost.calibration import Calibration, RequestPoint
 from dynamictp.cost.figures import Corner, Figure
 from dynamictp.cost.hardware import DeviceFacts, EngineLimits, LinkFacts
 from dynamictp.cost.lengths import Lengths, RequestClass, Workload
@@ -25,9 +26,13 @@ KV_TOKENS = 400_000
 
 
 def replica(
-    workload: Workload, corner: Corner = Corner.EXPECTED, kv: float = KV_TOKENS, tp: int = 1
+    workload: Workload,
+    corner: Corner = Corner.EXPECTED,
+    kv: float = KV_TOKENS,
+    tp: int = 1,
+    calibration: Calibration | None = None,
 ) -> Replica:
-    steps = StepModel(Domain(LLAMA_8B, A100, tp, link=NVLINK), corner)
+    steps = StepModel(Domain(LLAMA_8B, A100, tp, link=NVLINK, calibration=calibration), corner)
     return Replica(steps, workload, LIMITS, kv)
 
 
@@ -137,6 +142,18 @@ def test_the_first_token_of_an_idle_replica_is_its_prompt_and_the_way_there_and_
     alone = sum(node.weight * model.steps.prompt(node.tokens, 2048).total_s for node in CHAT.prompts)
     assert latency.ttft_mean == pytest.approx(alone + 5e-3, rel=1e-3), "5 ms assumed outside of steps"
     assert replica(CHAT, Corner.IDEAL).latency(1e-9, 1, Targets()).ttft_mean < alone, "no host at the bound"
+
+
+def test_what_a_request_costs_the_host_is_felt_in_the_steps_beside_it() -> None:
+    points = (RequestPoint(0, 5e-3, 5e-3, 5e-3), RequestPoint(1, 5e-3, 5e-3, 5e-3, 2e-3))
+    measured = Calibration("13b", "a100", "test", (), requests=points)
+    plain, felt = replica(CHAT), replica(CHAT, calibration=measured)
+    before, after = plain.prompt(100, 8.0), felt.prompt(100, 8.0)
+    beside = 1 - math.exp(-8.0)
+    assert after.added - before.added == pytest.approx(2e-3 * beside), "nobody is there to feel it at times"
+    assert after.latency - before.latency == pytest.approx(2e-3 * beside)
+    assert felt.prompt(100, 0.0) == plain.prompt(100, 0.0), "alone it is part of what is outside of steps"
+    assert felt.steady(3.0).tpot_s > plain.steady(3.0).tpot_s
 
 
 def test_a_busy_replica_makes_a_prompt_wait_for_steps() -> None:

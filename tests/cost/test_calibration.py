@@ -52,7 +52,7 @@ def test_absurd_ratios_are_pegged_and_say_so() -> None:
     assert CALIBRATION.degrees == (1, 4)
 
 
-REQUESTS = (RequestPoint(0, 4e-3, 3e-3, 6e-3), RequestPoint(2, 12e-3, 8e-3, 20e-3))
+REQUESTS = (RequestPoint(0, 4e-3, 3e-3, 6e-3), RequestPoint(2, 12e-3, 8e-3, 20e-3, 5e-3))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,13 @@ def test_requests_outside_of_steps_are_linear_in_busy_devices(
     assert found.provenance == "measured"
     assert found.at(Corner.IDEAL) == 0
     assert CALIBRATION.request_s(busy) is None
+
+
+@pytest.mark.parametrize(("busy", "added"), [(0, 0.0), (1, 2.5e-3), (2, 5e-3), (8, 5e-3)])
+def test_what_requests_add_to_steps_is_linear_in_busy_devices(busy: int, added: float) -> None:
+    measured = msgspec.structs.replace(CALIBRATION, requests=REQUESTS)
+    assert measured.request_added_s(busy) == pytest.approx(added)
+    assert CALIBRATION.request_added_s(busy) == 0.0
 
 
 def test_a_file_keeps_everything(tmp_path: Path) -> None:

@@ -17,11 +17,16 @@ from prometheus_client.parser import text_string_to_metric_families
 TIMEOUT_S = 60.0
 
 
-def until(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> None:
-    """Poll until the condition holds."""
+def until(
+    condition: Callable[[], Any],
+    what: str,
+    deadline_s: float = 20.0,
+    otherwise: Callable[[], object] = lambda: "",
+) -> None:
+    """Poll until the condition holds; `otherwise`: what a failure should show."""
     end = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < end, f"after {deadline_s:g} s not yet: {what}"
+        assert time.monotonic() < end, f"after {deadline_s:g} s not yet: {what} {otherwise()}"
         time.sleep(0.02)
 
 

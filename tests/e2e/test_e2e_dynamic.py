@@ -74,6 +74,11 @@ class Load:
                 self.served.append(response.json()["dynamictp"]["choices"][0])
 
 
+def _decisions(api: Api, last: int) -> list[dict[str, Any]]:
+    decisions: list[dict[str, Any]] = api.http.get(f"/admin/decisions?last={last}").json()["decisions"]
+    return decisions
+
+
 @pytest.mark.timeout(240)
 def test_the_degree_follows_the_traffic_and_a_lease_uses_what_is_free(dynamic: Api, tmp_path: Path) -> None:
     progress = tmp_path / "progress"
@@ -99,7 +104,12 @@ def test_the_degree_follows_the_traffic_and_a_lease_uses_what_is_free(dynamic: A
             assert sum(worker.cpu_times()[:2]) - spent < 1.0
             grown = dynamic.layout()["observed"]
             assert grown in {"tp2", "tp1+tp1"}
-        until(lambda: dynamic.layout()["observed"] == "tp1", "the layout shrinks after quiet", 90)
+        until(
+            lambda: dynamic.layout()["observed"] == "tp1",
+            "the layout shrinks after quiet",
+            90,
+            otherwise=lambda: _decisions(dynamic, last=3),
+        )
     finally:
         job.kill()
         job.wait()
@@ -108,8 +118,6 @@ def test_the_degree_follows_the_traffic_and_a_lease_uses_what_is_free(dynamic: A
     switches = dynamic.http.get("/admin/switches").json()["switches"]
     assert [switch["to"] for switch in switches][-1] == grown
     assert {switch["outcome"] for switch in switches} <= {"closed", "committed"}
-    reasons = [
-        entry["reason"] for entry in dynamic.http.get("/admin/decisions?last=1000").json()["decisions"]
-    ]
+    reasons = [entry["reason"] for entry in _decisions(dynamic, last=1000)]
     assert "shrink" in reasons
     assert any(reason.startswith("grow") for reason in reasons)

@@ -17,7 +17,7 @@ from dynamictp.bench.switches.outcome import Outcome, RoundSeen, outcome_of
 from dynamictp.bench.switches.page import page
 from dynamictp.bench.switches.play import Player
 from dynamictp.bench.switches.study import LOAD_SHARE, Study
-from dynamictp.errors import ConfigError, install_hint
+from dynamictp.extras import need_plots
 
 SHORT_SWITCHES, SHORT_EVERY_S, SHORT_CONTROLS = 12, 1.0, ("tp1",)
 """The short form, in less than a minute: the plays without a switch on the slowest layout only."""
@@ -49,7 +49,7 @@ def job_of(
 ) -> Job:
     """The full study or its short form. Raises ConfigError for a page without a library to draw its plot."""
     if page is not None:
-        _check_plots()
+        need_plots("--page")
     study = Study(rate_per_s=rate_per_s)
     if quick:
         study = replace(study, switches=SHORT_SWITCHES, every_s=SHORT_EVERY_S, controls=SHORT_CONTROLS)
@@ -99,11 +99,3 @@ def write(job: Job, outcome: Outcome) -> None:
     picture.write_text(plot(outcome) + "\n", encoding="utf-8")
     address = picture.relative_to(job.page.parent).as_posix()
     job.page.write_text(page(outcome, address), encoding="utf-8")
-
-
-def _check_plots() -> None:
-    """Before the run, not after it."""
-    try:
-        import matplotlib as _  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise ConfigError(f"--page needs matplotlib for its plot: {install_hint('bench')}") from error
