@@ -243,11 +243,11 @@ class Calibrator:
         """(mean seconds from a stream's first token to its last, times to the first token of the probes) of
         streams on each domain beside which a prompt of `tokens` tokens comes every `every` steps.
         """
-        count = max(int(_STREAM_OUTPUT / every) - 2, 0)
         prompts = exact_prompts(self._ids, SHORT_CONTEXT, LONG_STREAMS * domains, self._rng)
+        count = max(int(_STREAM_OUTPUT / every) - 2, 0)
+        asked = exact_prompts(self._ids, tokens, count, self._rng) if count else []
         probes = [
-            Request(step_s * every * (i + 1), prompt, 1, extra=_WHOLE)
-            for i, prompt in enumerate(exact_prompts(self._ids, tokens, count, self._rng))
+            Request(step_s * every * (i + 1), prompt, 1, extra=_WHOLE) for i, prompt in enumerate(asked)
         ]
         results = self._play([*together(prompts, _STREAM_OUTPUT, _WHOLE), *probes])
         running = [result for result in results if result.request.max_tokens > 1]
