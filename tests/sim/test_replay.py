@@ -17,10 +17,10 @@ from dynamictp.cost.calibration import Calibration
 from dynamictp.cost.steps import StepModel
 from dynamictp.errors import ConfigError
 from dynamictp.sim.pool import SimPool
-from dynamictp.sim.replay import read_recording, replay, setup_of
+from dynamictp.sim.replay import read_recording, replay, setup_of, switches
 from dynamictp.sim.requests import SimRequest
 from dynamictp.sim.speeds import calibrated, with_host
-from dynamictp.sim.validate import compare, page
+from dynamictp.sim.validate import Plan, compare, page
 from tests.control.pools import config, cpu_facts, cpu_setup, traffic
 
 ORIGIN_S, SECONDS = 100.0, 180.0
@@ -82,13 +82,25 @@ def result_of(request: SimRequest) -> Result:
 def test_a_replay_predicts_what_was_recorded(tmp_path: Path) -> None:
     recording = read_recording(*record(tmp_path))
     both = replay(recording)
-    checks = {check.name: check for check in compare(both)}
+    counts = [switches(both.runs[1])]
+    checks = {check.name: check for check in compare(both, counts)}
     assert all(check.holds for check in checks.values()), checks
     assert checks["switches"].measured == len(changes_of(both.runs[0])) >= 2
     assert checks["TPOT mean, ms"].error == pytest.approx(0, abs=0.1)
-    text = page(both, tuple(checks.values()), recording, "about")
+    text = page(both, tuple(checks.values()), counts, recording, "about")
     assert "| TTFT P95, ms |" in text
     assert "OFF" not in text
+
+
+def test_the_recorded_plan_switches_often_enough_to_be_counted() -> None:
+    plan = Plan(600, 0.4, 1.7, 0.5, 20)
+    edges = [edge.split("=") for edge in plan.arrivals.removeprefix("steps:").split(",")]
+    assert [rate for _, rate in edges] == ["0.4", "1.7"] * 6 + ["0.4"]
+    times = [float(time) for time, _ in edges]
+    assert times == sorted(times)
+    assert all(
+        high - low >= 1.5 * plan.shrink_after_s for low, high in zip(times[2::2], times[3::2], strict=False)
+    )
 
 
 def test_the_planner_begins_with_what_it_knew(tmp_path: Path) -> None:
