@@ -243,8 +243,11 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"can't read the configuration file {path}: {error.strerror}") from error
     except Exception as error:  # the library raises whatever a value of a wrong form leads to
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    if content is None:
-        return {}
+    if content is None or content == {}:
+        raise ConfigError(
+            f"{path} sets nothing: expected a mapping of flags, such as 'model: demo'; without --config the "
+            "defaults hold"
+        )
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{path} must hold a mapping of flags, such as 'port: 8000'")
     return content

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 
 from dynamictp.errors import LayoutRefused
@@ -70,6 +70,10 @@ class LayoutSpec:
             shapes.extend([shape] * count)
         return cls(tuple(shapes))
 
+    def without_models(self) -> LayoutSpec:
+        """The same shapes, of the only model there is."""
+        return LayoutSpec(tuple(replace(shape, model="") for shape in self.shapes))
+
     @property
     def devices(self) -> int:
         """Devices the layout occupies."""
@@ -126,6 +130,10 @@ class Layout:
     @property
     def spec(self) -> LayoutSpec:
         return LayoutSpec(tuple(domain.shape for domain in self.domains))
+
+    def without_models(self) -> Layout:
+        """The same domains, of the only model there is."""
+        return Layout(tuple(replace(d, shape=replace(d.shape, model="")) for d in self.domains))
 
     @property
     def devices(self) -> frozenset[int]:

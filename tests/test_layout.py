@@ -303,6 +303,11 @@ def test_a_planner_of_a_large_pool_may_use_all_of_it(devices: int) -> None:
     assert {LayoutSpec.parse(text).devices for text in chosen} == set(range(1, devices + 1))
 
 
+def test_the_only_models_name_can_be_left_out() -> None:
+    assert LayoutSpec.parse("big:tp1+tp2").without_models() == LayoutSpec.parse("tp2+tp1")
+    assert Layout.parse("big:tp2@1,0").without_models() == Layout.parse("tp2@1,0")
+
+
 # ---------------------------------------------------------------- documentation
 
 

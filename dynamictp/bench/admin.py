@@ -125,14 +125,24 @@ class Admin:
         try:
             response = await self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise FatalError(f"{method} {path}: no answer from the server ({error!r})") from error
+            where = str(self._http.base_url).rstrip("/")
+            raise FatalError(f"no answer from {where}: {error or repr(error)}") from error
         if response.status_code >= 400:
-            raise FatalError(f"{method} {path}: {response.status_code} {response.text[:300]}")
+            told = error_message(response) or response.text[:300]
+            raise FatalError(f"{method} {path}: status {response.status_code}, {told}")
         try:
             decoded: dict[str, Any] = response.json()
         except ValueError as error:
             raise FatalError(f"{method} {path}: the answer is not JSON: {response.text[:100]!r}") from error
         return decoded
+
+
+def error_message(response: httpx.Response) -> str:
+    """What the server says of an error; empty when it does not say it as OpenAI's API does."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _committed_ms(switch: Mapping[str, Any]) -> float | None:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamictp.bench.admin import error_message
 from dynamictp.bench.record import ServerFacts
 from dynamictp.errors import FatalError
 
@@ -15,8 +16,8 @@ _REFUSED = (401, 403)
 
 
 def base_url(url: str) -> str:
-    """Without a trailing `/v1`, which people copy from their clients' settings."""
-    return url.rstrip("/").removesuffix("/v1")
+    """Without a trailing `/v1`, which people copy from their clients' settings; `host:port` is plain HTTP."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def http_client(url: str, api_key: str | None) -> httpx.AsyncClient:
@@ -60,7 +61,7 @@ async def _models(http: httpx.AsyncClient) -> list[dict[str, Any]]:
     except httpx.HTTPError as error:
         raise FatalError(f"no answer from {where}: {error or repr(error)}") from error
     if response.status_code in _REFUSED:
-        told = f"status {response.status_code}, {_message(response) or 'no reason given'}"
+        told = f"status {response.status_code}, {error_message(response) or 'no reason given'}"
         if "authorization" in http.headers:
             raise FatalError(f"{where} does not take this API key ({told})")
         raise FatalError(
@@ -76,13 +77,6 @@ async def _models(http: httpx.AsyncClient) -> list[dict[str, Any]]:
         return [dict(card) for card in response.json()["data"]]
     except (ValueError, KeyError, TypeError) as error:
         raise FatalError(f"{where} doesn't answer as an OpenAI-compatible server: {error!r}") from error
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 async def scrape(http: httpx.AsyncClient) -> dict[str, float]:

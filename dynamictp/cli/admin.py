@@ -36,7 +36,7 @@ def admin_client(url: str, key: str | None, timeout_s: float) -> httpx.Client:
 
     Raises `DynamicTPError` for what is no address.
     """
-    base = url.rstrip("/").removesuffix("/v1")
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
         return httpx.Client(base_url=base, headers=headers_of(key), timeout=timeout_s, trust_env=False)
     except httpx.InvalidURL as error:

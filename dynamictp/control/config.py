@@ -280,6 +280,14 @@ def check_control(config: ControlConfig) -> None:
         raise ConfigError(f"ramp_steps must rise and end at 1, not {steps}")
 
 
+def check_pool(config: ControlConfig, devices: int) -> None:
+    """Parameters against the number of devices. Raises `ConfigError`."""
+    for name in ("min_devices", "max_devices"):
+        wanted = getattr(config, name)
+        if wanted > devices:
+            raise ConfigError(f"{name} {wanted} is more than the pool has: {devices}")
+
+
 def reloaded(old: ControlConfig, new: ControlConfig) -> ControlConfig:
     """`new`, if it differs from `old` only where a running server can follow. Raises `ConfigError`."""
     for field in fixed_fields():

@@ -19,6 +19,7 @@ from dynamictp.server.access import Access, Gate
 from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
 from dynamictp.server.control_routes import ControlRoutes
+from dynamictp.server.fields import query_of
 from dynamictp.server.layout_view import observed_of
 from dynamictp.server.observe_routes import ObserveRoutes
 from dynamictp.server.openai_routes import OpenAIRoutes
@@ -26,6 +27,7 @@ from dynamictp.server.openapi import openapi
 from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
 
+_WITH_QUERY = ("/admin/decisions", "/admin/journal", "/admin/history")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -97,13 +99,16 @@ def _merge_methods(routes: list[Route]) -> list[BaseRoute]:
     by_path: dict[str, list[Route]] = {}
     for route in routes:
         by_path.setdefault(route.path, []).append(route)
-    return [group[0] if len(group) == 1 else _dispatch(group) for group in by_path.values()]
+    return [_dispatch(group) for group in by_path.values()]
 
 
 def _dispatch(group: list[Route]) -> Route:
     endpoints = {method: route.endpoint for route in group for method in route.methods or ()}
+    without_query = group[0].path.startswith("/admin/") and group[0].path not in _WITH_QUERY
 
     async def by_method(request: Request) -> Response:
+        if without_query:
+            query_of(request).finish()  # `?wait=closed` would change nothing, and say nothing
         response: Response = await endpoints[request.method](request)
         return response
 

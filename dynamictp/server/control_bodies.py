@@ -24,6 +24,7 @@ MOST_STEPS = 64
 MOST_NAMES = 10_000
 """Classes, or tenants, with targets of their own."""
 MAX_NAME_CHARS = 128
+MAX_UNIX_S = 1e11
 
 
 # ---------------------------------------------------------------- requests
@@ -46,6 +47,15 @@ class DecisionsQuery:
 
     last: int
     snapshots: bool
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class HistoryQuery:
+    """`GET /admin/history`."""
+
+    since: float
+    """Unix time."""
     model: str | None = None
 
 
@@ -77,9 +87,25 @@ def parse_decisions(fields: Fields) -> DecisionsQuery:
     return DecisionsQuery(DECISIONS if last is None else last, bool(snapshots), model)
 
 
+def parse_journal(fields: Fields) -> str | None:
+    """The model that `GET /admin/journal` names. Raises `BadRequest`."""
+    model = fields.text("model")
+    fields.finish()
+    return model
+
+
+def parse_history(fields: Fields) -> HistoryQuery:
+    """Raises `BadRequest`."""
+    since = fields.number("since", 0, MAX_UNIX_S)
+    model = fields.text("model")
+    fields.finish()
+    return HistoryQuery(since or 0.0, model)
+
+
 def parse_reload(fields: Fields) -> dict[str, Any]:
     """The parameters that `PUT /admin/config` names, each within the range that `ControlConfig` gives it.
-    Conditions between parameters are `check_control`'s. Raises `BadRequest`."""
+    `null` is refused, since a parameter always has a value; in an override it says: as everyone's. Conditions
+    between parameters are `check_control`'s. Raises `BadRequest`."""
     return _parse_struct(fields, ControlConfig, "")
 
 
@@ -94,7 +120,10 @@ def _parse_struct(fields: Fields, kind: type[msgspec.Struct], prefix: str) -> di
 def _parse_value(fields: Fields, name: str, kind: shapes.Type, prefix: str) -> Any:
     """The value of one field as its annotation wants it; None when absent."""
     value: Any
-    match _bare(kind):
+    bare = _bare(kind)
+    if not _nullable(kind):
+        fields.refuse_null(name)
+    match bare:
         case shapes.IntType(ge=int(low), le=int(high)):
             value = fields.integer(name, low, high)
         case shapes.FloatType() as number:
@@ -121,6 +150,12 @@ def _bare(kind: shapes.Type) -> shapes.Type:
         (kind,) = (each for each in kind.types if not isinstance(each, shapes.NoneType))
         return _bare(kind)
     return kind
+
+
+def _nullable(kind: shapes.Type) -> bool:
+    if isinstance(kind, shapes.Metadata):
+        return _nullable(kind.type)
+    return isinstance(kind, shapes.UnionType)
 
 
 def _bounds(kind: shapes.FloatType) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dynamictp.control.config import build_control
+from dynamictp.control.config import build_control, check_pool
 from dynamictp.control.pool import Lease
 from dynamictp.errors import BadRequest, ConfigError
 from dynamictp.server.answers import json_response
@@ -21,11 +21,12 @@ from dynamictp.server.control_bodies import (
     LeaseAnswer,
     Leases,
     parse_decisions,
+    parse_journal,
     parse_lease,
     parse_reload,
 )
 from dynamictp.server.control_plane import ControlPlane
-from dynamictp.server.fields import Fields, QueryFields, parse_object
+from dynamictp.server.fields import Fields, parse_object, query_of
 from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
 
@@ -99,7 +100,7 @@ class ControlRoutes:
     async def decisions(self, request: Request) -> Response:
         """The last decisions, the latest first; with `snapshots=1` also what each was based on. With several
         models those of all, or of the one that `model` names."""
-        asked = parse_decisions(QueryFields(dict(request.query_params)))
+        asked = parse_decisions(query_of(request))
         began_at = time.time() - self._roster.clock.now()
         shown = [
             DecisionEntry(
@@ -116,7 +117,7 @@ class ControlRoutes:
 
     async def journal(self, request: Request) -> Response:
         """All that is kept, as lines that can be replayed: of one model."""
-        service = self._roster.pick(request.query_params.get("model"))
+        service = self._roster.pick(parse_journal(query_of(request)))
         lines = b"\n".join(self._plane(service).journal.lines()) + b"\n"
         return Response(lines, media_type="application/jsonl")
 
@@ -132,6 +133,7 @@ class ControlRoutes:
         given["slo"] = {**values["slo"], **given.get("slo", {})}
         try:
             config = build_control({**values, **given})
+            check_pool(config, self._roster.first.devices)
             for service in self._roster.services:
                 self._plane(service).reload(config)
         except ConfigError as error:

@@ -46,6 +46,8 @@ class Rule:
     """As the error message says it."""
     schema: Mapping[str, Any]
     required: bool = False
+    nullable: bool = True
+    """`null` stands for its absence."""
 
 
 _OWN: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -86,11 +88,14 @@ _OWN: dict[str, tuple[str, Mapping[str, Any]]] = {
 @dataclass
 class _Notes:
     rules: dict[str, Rule] = field(default_factory=dict)
+    without_null: set[str] = field(default_factory=set)
 
     def add(self, rule: Rule) -> None:
         known = self.rules.get(rule.name)
         self.rules[rule.name] = replace(
-            rule, required=rule.required or (known is not None and known.required)
+            rule,
+            required=rule.required or (known is not None and known.required),
+            nullable=rule.name not in self.without_null,
         )
 
 
@@ -103,6 +108,10 @@ class _Watched(Fields):
 
     def child(self, values: dict[str, Any], prefix: str) -> Fields:
         return _Watched(values, prefix, self.notes)
+
+    def refuse_null(self, name: str) -> None:
+        self.notes.without_null.add(self._full(name))
+        super().refuse_null(name)
 
     def take(self, name: str) -> Any:
         own = _OWN.get(self._full(name))
@@ -208,6 +217,8 @@ def field_rules(vocab: int, devices: int) -> dict[str, tuple[Rule, ...]]:
             {"devices": 1}, lambda fields: control_bodies.parse_lease(fields, devices)
         ),
         "GET /admin/decisions": _note({}, control_bodies.parse_decisions),
+        "GET /admin/journal": _note({}, control_bodies.parse_journal),
+        "GET /admin/history": _note({}, control_bodies.parse_history),
         "PUT /admin/config": tuple(
             replace(rule, status="fixed") if rule.name in fixed_fields() else rule
             for rule in _note(CONFIG, control_bodies.parse_reload)
@@ -219,15 +230,16 @@ _UNKNOWN = 1 << 40
 """Stands for a number of devices that the page can't know."""
 
 _INTRODUCTION = """\
-What each field of a request may hold. `null` is the same as leaving a field out. Anything else is a 400 whose
-`error.param` names the field, and whose message is `FIELD: expected RANGE, got VALUE`. The code is
-`missing_field` for a field that is required, `unknown_field` for one that is not listed, and
-`unsupported_field` for a neutral one with a value that would change the answer. Bodies are JSON objects in
-UTF-8 (`invalid_json`) of at most 8 MiB (413, `body_too_large`); of repeated names the last counts. Integers
-are written without a fraction (`1`, not `1.0`). Token ids are those below the model's vocabulary. A fixed
-parameter can't be changed while the server runs: only the value in force passes (`bad_config`, also where two
-parameters contradict each other). In `slo.classes[]` the brackets stand for a name, in `messages[]` for an
-index.
+What each field of a request may hold. `null` is the same as leaving a field out, except in
+`PUT /admin/config`, which refuses it outside of `slo.classes[]` and `slo.tenants[]`. Anything else is a 400
+whose `error.param` names the field, and whose message is `FIELD: expected RANGE, got VALUE`. The code is
+`missing_field` for a field that is required, `unknown_field` for one that is not listed (also in the query of
+any path under `/admin`), and `unsupported_field` for a neutral one with a value that would change the answer.
+Bodies are JSON objects in UTF-8 (`invalid_json`) of at most 8 MiB (413, `body_too_large`); of repeated names
+the last counts. Integers are written without a fraction (`1`, not `1.0`). Token ids are those below the
+model's vocabulary. A fixed parameter can't be changed while the server runs: only the value in force passes
+(`bad_config`, also where two parameters contradict each other, or want more devices than there are). In
+`slo.classes[]` the brackets stand for a name, in `messages[]` for an index.
 `/openapi.json` says the same to machines.
 """
 

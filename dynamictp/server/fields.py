@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from dynamictp.errors import BadRequest
 
 _decoder = msgspec.json.Decoder(strict=True)
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+"""A number in a query."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -90,6 +95,11 @@ class Fields:
     def refuse(self, name: str, expected: str, value: object) -> BadRequest:
         full = self._prefix + name
         return BadRequest(f"{full}: expected {expected}, got {show(value)}", param=full)
+
+    def refuse_null(self, name: str) -> None:
+        """For a field in which `null` does not pass for its absence."""
+        if name in self._values and self._values[name] is None:
+            raise self.refuse(name, "a value; leave the field out to keep the one in force", None)
 
     def take(self, name: str) -> Any:
         """The raw value, or None."""
@@ -187,9 +197,24 @@ class Fields:
 
 
 class QueryFields(Fields):
-    """A query's parameters: texts, of which those of digits only are integers."""
+    """A query's parameters: texts, of which those of digits only are integers. One that is given twice counts
+    with its last value."""
 
     def take(self, name: str) -> Any:
         value = super().take(name)
         digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20
         return int(value) if digits else value
+
+    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
+        text = super().take(name)
+        if text is None:
+            return None
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+        if not low <= value <= high or (above and value == low):
+            raise self.refuse(name, number_range(low, high, above), text)
+        return value
+
+
+def query_of(request: Request) -> QueryFields:
+    """The query of a request."""
+    return QueryFields(dict(request.query_params))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from importlib import resources
 
@@ -10,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from dynamictp.errors import BadRequest
 from dynamictp.server.answers import json_response
+from dynamictp.server.control_bodies import parse_history
+from dynamictp.server.fields import query_of
 from dynamictp.server.roster import Roster
 
 PAGE = "dashboard.html"
@@ -49,20 +49,13 @@ class ObserveRoutes:
     async def history(self, request: Request) -> Response:
         """Points after `since`, a Unix time; by field. With several models, of the one that `model` names,
         else of the first."""
-        text = request.query_params.get("since", "0")
-        try:
-            since = float(text)
-        except ValueError:
-            since = math.nan
-        if not math.isfinite(since):
-            raise BadRequest(f"since must be a Unix time in seconds, not '{text[:40]}'", param="since")
-        name = request.query_params.get("model")
-        service = self._roster.first if name is None else self._roster.pick(name)
+        asked = parse_history(query_of(request))
+        service = self._roster.first if asked.model is None else self._roster.pick(asked.model)
         machine = service.metrics.machine
         shown = {
             "now": time.time(),
             "model": service.model,
-            "points": service.metrics.history.columns(since),
+            "points": service.metrics.history.columns(asked.since),
             "crashes": {"counts": machine.crashes, "last": machine.last_crash},
         }
         if self._roster.several:

@@ -34,8 +34,6 @@ _OPERATOR = ("401", "403")
 _TOKEN = {"type": "integer", "minimum": 0}
 _OBJECT: dict[str, Any] = {"type": "object"}
 _TEXT: dict[str, Any] = {"type": "string"}
-_MODEL: dict[str, Any] = {"name": "model", "in": "query", "schema": _TEXT}
-"""Whose, where the server has several models."""
 
 
 class Error(msgspec.Struct):
@@ -115,7 +113,7 @@ def openapi(vocab: int, devices: int, *, api: bool = True, admin: bool = True) -
     if api:
         paths |= _api_paths(rules, vocab)
     if admin:
-        paths |= _layout_paths(rules) | _lease_paths(rules) | _planner_paths(rules) | _observe_paths()
+        paths |= _layout_paths(rules) | _lease_paths(rules) | _planner_paths(rules) | _observe_paths(rules)
     _, components = msgspec.json.schema_components(_ANSWERS, ref_template=_REFERENCE)
     return {
         "openapi": "3.1.0",
@@ -214,7 +212,7 @@ def _planner_paths(rules: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
     journal = _operation("journal", "The planner's journal", {"200": lines}, ("400", "404", *_OPERATOR))
     return {
         "/admin/decisions": {"get": {**decisions, **_query(rules["GET /admin/decisions"])}},
-        "/admin/journal": {"get": {**journal, "parameters": [_MODEL]}},
+        "/admin/journal": {"get": {**journal, **_query(rules["GET /admin/journal"])}},
         "/admin/config": {
             "get": _operation("config", "The planner's parameters", config, ("400", *_OPERATOR)),
             "put": {**reload, **_body(rules["PUT /admin/config"], 0)},
@@ -222,14 +220,13 @@ def _planner_paths(rules: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
     }
 
 
-def _observe_paths() -> dict[str, Any]:
+def _observe_paths(rules: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
     """The live page and what it draws."""
     page = {"description": "the page", "content": {"text/html": {"schema": _TEXT}}}
-    since = [{"name": "since", "in": "query", "schema": {"type": "number"}}, _MODEL]
     history = _operation("history", "The last hours", {"200": _json(_OBJECT)}, ("400", "404", *_OPERATOR))
     return {
         "/dashboard": {"get": _operation("dashboard", "The live page", {"200": page}, _OPERATOR)},
-        "/admin/history": {"get": {**history, "parameters": since}},
+        "/admin/history": {"get": {**history, **_query(rules["GET /admin/history"])}},
     }
 
 
@@ -287,7 +284,7 @@ def _object(rules: Sequence[Rule], prefix: str) -> dict[str, Any]:
             shape = _collection(rule.schema, _object(rules, f"{rule.name}[]."))
         if rule.required:
             required.append(name)
-        elif shape:
+        elif shape and rule.nullable:
             shape = {"anyOf": [shape, {"type": "null"}]}
         properties[name] = shape
     return {

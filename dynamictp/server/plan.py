@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamictp.config import GIB, ServeConfig, parse_size
+from dynamictp.control.config import check_pool
 from dynamictp.errors import ConfigError, LayoutRefused, ResourceError
 from dynamictp.facts import ModelFacts
 from dynamictp.kv import KVSpec
@@ -100,8 +101,10 @@ def plan_node(
 
 
 def node_devices(config: ServeConfig, cores: Sequence[int]) -> int:
-    """Devices of the pool."""
-    return config.devices or max(1, len(cores) // config.cores_per_device)
+    """Devices of the pool. Raises `ConfigError` for a planner that wants more of them."""
+    devices = config.devices or max(1, len(cores) // config.cores_per_device)
+    check_pool(config.control, devices)
+    return devices
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,10 @@ class Times:
 def check_layout(
     text: str, degrees: Sequence[int], devices: int, model: str, *, pool: int = 0
 ) -> LayoutSpec | Layout:
-    """The layout that `text` asks for, placed if it names devices. Raises `LayoutRefused`, which lists the
-    legal ones. `devices` is how many it may take; of how many (`pool`), where those are more.
+    """The layout that `text` asks for, placed if it names devices, without the model's name. `devices` is how
+    many it may take; of how many (`pool`), where those are more.
+
+    Raises `LayoutRefused`, which lists the legal ones.
     """
     pool = pool or devices
     legal = tuple(map(str, legal_specs(degrees, devices)))
@@ -92,7 +94,7 @@ def check_layout(
             raise LayoutRefused(f"{layout} names device {max(layout.devices)}; the pool has 0 to {pool - 1}")
     except LayoutRefused as error:
         raise LayoutRefused(error.message + listing, legal=legal) from error
-    return layout
+    return layout.without_models()
 
 
 def describe(status: SwitchStatus, times: Times | None = None) -> dict[str, object]:

@@ -26,7 +26,7 @@ HISTORY = {"now": 1.0, "model": "demo", "points": {"t": [1.0], "degree": [1]}}
 
 @contextmanager
 def serving(pages: Mapping[str, Any], *, key: str = "") -> Iterator[str]:
-    """A server with these JSON pages, all but `/version` behind the key, if there is one."""
+    """A server with these pages, JSON or text, all but `/version` behind the key, if there is one."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
@@ -39,7 +39,7 @@ def serving(pages: Mapping[str, Any], *, key: str = "") -> Iterator[str]:
             elif "error" in body:
                 status = 404
             self.rfile.read(int(self.headers["content-length"] or 0))
-            encoded = json.dumps(body).encode()
+            encoded = (body if isinstance(body, str) else json.dumps(body)).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(encoded)))
             self.end_headers()
@@ -138,3 +138,29 @@ def test_a_model_that_is_not_there_is_told_as_the_server_says_it() -> None:
 def test_numbers_that_are_none_are_refused(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli, arguments)
     assert (result.exit_code, "is no finite number" in result.output) == (2, True)
+
+
+def test_an_address_without_a_scheme_is_plain_http() -> None:
+    pages = OURS | {"/admin/layout": LAYOUT, "/admin/history": HISTORY}
+    with serving(pages) as url:
+        host = url.removeprefix("http://")
+        shown = CliRunner().invoke(cli, ["layout", "show", "--url", host])
+        assert (shown.exit_code, "still loading" in shown.output) == (0, True)
+        assert CliRunner().invoke(cli, ["top", host, "--once"]).exit_code == 0
+        looked = CliRunner().invoke(cli, ["diagnose", host, "--seconds", "1"])
+        assert str(looked.exception) == f"http://{host} is the API of a DynamicTP server, and its admin " + (
+            "interface is elsewhere: on the --admin-port that the server was started with, if any (its log "
+            "says so)"
+        )
+
+
+def test_diagnose_knows_a_server_of_several_models_before_its_first_step() -> None:
+    page = "".join(
+        f'dtp_num_requests_running{{model_name="{model}"}} 0.0\n'
+        f'dtp_num_requests_waiting{{model_name="{model}"}} 0.0\n'
+        for model in ("big", "small")
+    )
+    with serving({"/metrics": page}) as url:
+        looked = CliRunner().invoke(cli, ["diagnose", url, "--seconds", "1"])
+    assert looked.exit_code == 0, looked.exception
+    assert f"{url}, model small: idle" in looked.output

@@ -327,6 +327,16 @@ async def test_the_real_planner_spans_a_pool_of_many_devices_and_takes_any_layou
             assert last_snapshot(plane).layout == layout
 
 
+async def test_a_pinned_layout_with_the_models_name_is_led_to_once() -> None:
+    async with planned() as (stack, plane):
+        answer = await stack.http.put("/admin/layout", json={"layout": "tiny:tp2", "wait": "closed"})
+        assert answer.json()["switch"]["to"] == "tp2"
+        for _ in range(3):
+            await plane.tick()
+        assert (await stack.http.get("/admin/layout")).json()["target"] == "tp2"
+        assert len((await stack.http.get("/admin/switches")).json()["switches"]) == 1
+
+
 async def test_parameters_can_be_replaced_while_it_runs() -> None:
     async with planned() as (stack, plane):
         answer = await stack.http.put(
@@ -342,11 +352,41 @@ async def test_parameters_can_be_replaced_while_it_runs() -> None:
             ({"interval_s": 1}, "interval_s"),
             ({"no_such": 1}, "no_such"),
             ({"shrink_load": 0.9}, "shrink_load"),
+            ({"shrink_after_s": None}, "shrink_after_s: expected a value"),
+            ({"slo": None}, "slo: expected a value"),
+            ({"slo": {"tpot_p99_ms": None}}, "slo.tpot_p99_ms: expected a value"),
+            ({"max_devices": 3}, "max_devices 3 is more than the pool has: 2"),
+            ({"min_devices": 3}, "min_devices 3 is more than the pool has: 2"),
         ):
             refused = await stack.http.put("/admin/config", json=wrong)
             assert refused.status_code == 400
             assert name in refused.json()["error"]["message"]
         assert plane.config.shrink_load == CONFIG.shrink_load
+        assert plane.config.max_devices == CONFIG.max_devices
+        assert (await stack.http.put("/admin/config", json={"max_devices": 2})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/admin/history"),
+        ("GET", "/admin/journal"),
+        ("GET", "/admin/decisions"),
+        ("GET", "/admin/config"),
+        ("GET", "/admin/layout"),
+        ("GET", "/admin/leases"),
+        ("GET", "/admin/switches"),
+        ("GET", "/admin/switches/s1"),
+        ("PUT", "/admin/layout"),
+    ],
+)
+async def test_a_parameter_of_the_query_that_means_nothing_is_refused(method: str, path: str) -> None:
+    async with planned() as (stack, _):
+        refused = await stack.http.request(method, f"{path}?wait=closed", json={"layout": "tp2"})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == ("wait", "unknown_field")
+        assert stack.service.observed == "tp1"
 
 
 async def test_the_journal_replays_over_a_reload_of_parameters() -> None:

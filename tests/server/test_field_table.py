@@ -6,13 +6,20 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamictp.control.config import ControlConfig, build_control, fixed_fields
 from dynamictp.errors import BadRequest
 from dynamictp.server import requests
 from dynamictp.server.admin_routes import parse_set_layout
-from dynamictp.server.control_bodies import parse_decisions, parse_lease, parse_reload
+from dynamictp.server.control_bodies import (
+    parse_decisions,
+    parse_history,
+    parse_journal,
+    parse_lease,
+    parse_reload,
+)
 from dynamictp.server.field_table import Rule, field_rules
 from dynamictp.server.fields import Fields, QueryFields
 
@@ -27,6 +34,8 @@ PARSERS: dict[str, Callable[[Fields], object]] = {
     "PUT /admin/layout": parse_set_layout,
     "POST /admin/leases": lambda fields: parse_lease(fields, DEVICES),
     "GET /admin/decisions": parse_decisions,
+    "GET /admin/journal": parse_journal,
+    "GET /admin/history": parse_history,
     "PUT /admin/config": parse_reload,
 }
 RULES = field_rules(VOCAB, DEVICES)
@@ -49,6 +58,8 @@ def base(endpoint: str, name: str) -> dict[str, Any]:
         "PUT /admin/layout": {"layout": "tp1"},
         "POST /admin/leases": {"devices": 1},
         "GET /admin/decisions": {},
+        "GET /admin/journal": {},
+        "GET /admin/history": {},
         "PUT /admin/config": {"slo": {"classes": {"0": {}}, "tenants": {"0": {}}}},
     }[endpoint]
     if name.startswith("stream_options"):
@@ -82,7 +93,7 @@ def inside(rule: Rule) -> Iterator[Any]:
     if rule.status == "ignored":
         yield from (None, 1, "x", [], {"a": None})
         return
-    if not rule.required:
+    if not rule.required and rule.nullable:
         yield None
     if "enum" in shape:
         yield from shape["enum"]
@@ -108,7 +119,7 @@ def inside(rule: Rule) -> Iterator[Any]:
 def outside(rule: Rule) -> Iterator[Any]:
     """Just beyond both ends, and values of other types."""
     shape = rule.schema
-    if rule.required:
+    if rule.required or not rule.nullable:
         yield None
     if rule.status == "neutral":
         yield from (value for value in ({"x": 1}, [0], "x", 7) if value not in shape["enum"])
@@ -200,8 +211,10 @@ def test_what_is_just_outside_is_refused_by_name(endpoint: str, rule: Rule) -> N
         assert message.startswith(refusal.value.param or "?"), value
         if rule.status == "neutral":
             assert refusal.value.code == "unsupported_field"
-        elif value is None:
+        elif value is None and rule.required:
             assert refusal.value.code == "missing_field"
+        elif value is None:
+            assert message.endswith("leave the field out to keep the one in force, got null")
         elif rule.name not in OWN and not isinstance(value, (str, list)):
             assert rule.expected in message, value
 
@@ -236,7 +249,6 @@ def test_a_reload_reads_what_the_planner_takes() -> None:
         "objective": "latency",
         "min_devices": 2,
         "ramp_steps": [0.5, 1],
-        "shrink_after_s": None,
     }
     read = parse_reload(Fields(given))
     assert read == {
@@ -249,6 +261,28 @@ def test_a_reload_reads_what_the_planner_takes() -> None:
     with pytest.raises(BadRequest) as refusal:
         parse_reload(Fields({"slo": {"classes": {"gold": {"tpot_p99_ms": 0}}}}))
     assert refusal.value.param == "slo.classes[gold].tpot_p99_ms"
+
+
+def test_what_is_shown_can_be_put_back() -> None:
+    """The nulls in it are those of overrides."""
+    config = build_control({"slo": {"classes": {"gold": {"ttft_p99_s": 0.5}}}})
+    shown = msgspec.json.decode(msgspec.json.encode(config))
+    assert shown["slo"]["classes"]["gold"]["tpot_p99_ms"] is None
+    assert build_control(parse_reload(Fields(shown))) == config
+
+
+@pytest.mark.parametrize(
+    "since", ["", "x", "-1", "1e12", "nan", "inf", "1_0", " 1", "\u0661", "1.", "9" * 5000]
+)
+def test_a_time_in_a_query_is_a_number(since: str) -> None:
+    with pytest.raises(BadRequest, match=r"since: expected a number from 0 to 1e\+11, got") as refusal:
+        parse_history(QueryFields({"since": since}))
+    assert refusal.value.param == "since"
+
+
+def test_a_time_in_a_query_may_have_a_fraction() -> None:
+    for since in ("1796032983.406469", "1796032983", "1.7e9", "0"):
+        assert parse_history(QueryFields({"since": since})).since == float(since)
 
 
 @pytest.mark.parametrize("last", ["", "x", "-1", "+1", "1.0", " 1", "1_0", "\u0661", "10001", "9" * 5000])

@@ -37,7 +37,7 @@ OPERATIONS = [(method.upper(), path) for path, methods in DOCUMENT["paths"].item
 WITH_BODY = [
     (method, path) for method, path in OPERATIONS if "requestBody" in DOCUMENT["paths"][path][method.lower()]
 ]
-WITH_FIELDS = [*WITH_BODY, ("GET", "/admin/decisions")]
+WITH_FIELDS = [*WITH_BODY, ("GET", "/admin/decisions"), ("GET", "/admin/history")]
 LEASES = "/admin/leases"
 DECISIONS = schemathesis.openapi.from_dict(DOCUMENT)["/admin/decisions"]["GET"]
 EXAMPLES, MANY = 15, 1000
@@ -144,7 +144,8 @@ NARROW: dict[str, dict[str, Any]] = {
     "devices": {"const": 1},
     "target_utilisation": {"const": 1},
     "shrink_load": {"type": "number", "minimum": 0, "maximum": 0.9},
-    "max_devices": {"const": 0},
+    "min_devices": {"enum": [1, DEVICES]},
+    "max_devices": {"enum": [0, DEVICES]},
     "ramp_steps": {"enum": [[1], [0.5, 1]]},
     "layout": {"enum": ["tp1", "tp2", "tp1+tp1", " tp2 "]},
     "prompt": {"type": "string", "minLength": 1, "maxLength": 30},

@@ -78,6 +78,8 @@ def test_more_devices_than_cores_share_them() -> None:
         ({"layout": "tp1pp2"}, "pipeline"),
         ({"layout": "big:tp1"}, "the model here is"),
         ({"max_model_len": 9000}, "8192"),
+        ({"max_devices": 3}, "max_devices 3 is more than the pool has: 2"),
+        ({"min_devices": 4, "devices": 3}, "min_devices 4 is more than the pool has: 3"),
     ],
 )
 def test_layouts_that_can_not_be(flags: dict[str, Any], named: str) -> None:
