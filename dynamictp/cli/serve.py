@@ -92,7 +92,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--config", "file", type=click.Path(dir_okay=False), help=CONFIG_HELP)
 @click.option("--print-config", is_flag=True, help="print the configuration in force and exit")
 def serve(model: str | None, file: str | None, print_config: bool, **flags: Any) -> None:
-    """Serve MODEL: a folder (config.json, safetensors, tokenizer), a .gguf file, or `demo`."""
+    """Serve MODEL: a folder (config.json, safetensors, tokenizer), a .gguf file, or `demo` (the default)."""
     given = control_flags({key: value for key, value in flags.items() if value is not None})
     if model is not None:
         given["model"] = model
