@@ -182,7 +182,7 @@ class ResourcePool:
             asked = "1 device is" if count == 1 else f"{count} devices are"
             left = f"free: {', '.join(map(str, free))}" if free else "none is free"
             kept = ", ".join(map(str, sorted(self.reserved)))
-            kept = f"; kept for some seconds for a growth of the layout: {kept}" if kept else ""
+            kept = f"; reserved for some seconds for a growth of the layout: device {kept}" if kept else ""
             raise LeaseConflict(f"{asked} asked for, {left}{kept}", free=free)
         lease = Lease(
             self._new_id(), free[len(free) - count :], level, notice_s, grace_s, self._clock.now() + EXPIRE_S

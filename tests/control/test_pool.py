@@ -43,7 +43,7 @@ def test_a_refused_lease_says_what_is_reserved() -> None:
     pool, _ = make(2)
     pool.observe({0})
     pool.reserve(2, hold_s=3.0)
-    with pytest.raises(LeaseConflict, match=r"none is free; reserved for a growth .*: 1"):
+    with pytest.raises(LeaseConflict, match=r"none is free; reserved for some seconds .*: device 1"):
         lend(pool)
 
 
