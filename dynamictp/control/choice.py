@@ -192,7 +192,7 @@ def shrink_allowed(s: Scene) -> bool:
 
 def smaller(s: Scene, peak: float) -> Entry | None:
     """The fewest devices, below those in use, that would carry the slow demand under `shrink_load`, N/(N−1)
-    included, and would not have had to grow at `peak`."""
+    included, would not have had to grow at `peak`, and hold what runs: streams outlive their arrivals."""
     enough = list(_smaller(s, peak))
     devices = min((entry.devices for entry in enough), default=0)
     return _best(s, [entry for entry in enough if entry.devices == devices]) if enough else None
@@ -207,6 +207,7 @@ def _smaller(s: Scene, peak: float) -> Iterator[Entry]:
             and load * observed.devices / entry.devices <= config.shrink_load
             and table.load(entry.layout, s.demand.slow) <= config.shrink_load
             and table.load(entry.layout, peak) <= config.target_utilisation
+            and table.holds(entry.layout, s.snapshot.running)
         ):
             yield entry
 

@@ -99,7 +99,7 @@ class Demand(msgspec.Struct, frozen=True):
     forecast: float
     """Expected in `horizon_s`."""
     slow: float
-    """0 once nothing has arrived for a while and no request is left; never 0 before."""
+    """0 once nothing has arrived for a while."""
     backlog: float
     """Waiting work ÷ horizon."""
     growth: float
@@ -155,21 +155,10 @@ def demand(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig, p
         now=rate,
         average=state.average,
         forecast=forecast,
-        slow=_slow(state, snapshot, config),
+        slow=state.slow if state.slow * config.slow_s >= _NOTHING else 0.0,
         backlog=backlog,
         growth=growth + backlog,
     )
-
-
-def _slow(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig) -> float:
-    """The slow rate. While a request is still here it counts as one that only just came in: a layout that
-    can't hold the SLO of a single request must not be chosen for it."""
-    least = _NOTHING / config.slow_s
-    if state.slow >= least:
-        return state.slow
-    waiting = snapshot.waiting
-    here = snapshot.running.requests or waiting.requests or waiting.worst_ttft_ratio
-    return least if here else 0.0
 
 
 def _rate(window: Arrivals) -> float:

@@ -251,15 +251,26 @@ def test_without_traffic_a_layout_that_holds_no_request_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "here", [{"running": Running(1, 800.0, 700.0)}, {"waiting": Waiting(worst_ttft_ratio=0.1)}]
+    ("tpot_ms", "running", "stays"),
+    [
+        (13.0, Running(1, 800.0, 700.0), True),
+        (13.0, Running(), False),
+        (100.0, Running(1, 800.0, 700.0), False),
+        (100.0, Running(60, 300.0, 200.0), True),
+        (100.0, Running(8, 6000.0, 5000.0), True),
+    ],
+    ids=["too fast for tp1", "nobody", "fits", "too many", "too long"],
 )
-def test_a_request_that_is_still_here_keeps_the_layout_that_holds_it(here: dict[str, Any]) -> None:
-    """A long stream outlives the arrivals that it came with by far; the slow average may even underflow."""
-    planner = Planner(config(slo={**CPU_SLO, "tpot_p99_ms": 13.0}, shrink_after_s=20.0))
-    planner.see(*steady(400, 0.5, "tp2"))
-    values = {"arrivals_2s": Arrivals(2.0), "arrivals_10s": Arrivals(10.0), "running": Running(), **here}
-    decisions = planner.all(*(snapshot(time_s, 0, "tp2", **values) for time_s in range(400, 10_000)))
-    assert not [decision.time_s for decision in decisions if decision.target]
+def test_streams_that_run_keep_the_layout_that_holds_them(
+    tpot_ms: float, running: Running, stays: bool
+) -> None:
+    """They outlive the arrivals that they came with by far."""
+    planner = Planner(config(slo={**CPU_SLO, "tpot_p99_ms": tpot_ms}, shrink_after_s=20.0))
+    planner.see(*steady(10, 0.5, "tp2"))
+    nothing = {"arrivals_2s": Arrivals(2.0), "arrivals_10s": Arrivals(10.0), "running": running}
+    later = (snapshot(time_s, 0, "tp2", **nothing) for time_s in range(10, 1000))
+    targets = {decision.target for decision in planner.all(*later)}
+    assert targets == ({None} if stays else {None, "tp1"})
 
 
 # ---------------------------------------------------------------- gates
