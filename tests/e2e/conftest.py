@@ -36,6 +36,8 @@ def api(demo_server: ServerProcess) -> Iterator[Api]:
     with Api(demo_server.url) as client:
         if client.layout()["observed"] != "tp1":
             client.set_layout("tp1")
+        # The domains that a test before this one left may still drain.
+        until(lambda: {d["state"] for d in client.layout()["domains"]} == {"serving"}, "a layout at rest")
         yield client
         until(lambda: not client.in_use(), f"rows and pages free: {client.in_use()}")
         assert client.http.get("/ready").status_code == 200
