@@ -19,6 +19,7 @@ from dynamictp.control.calibrate import Ratios, corrected
 from dynamictp.control.config import Slo
 from dynamictp.control.facts import PoolFacts
 from dynamictp.control.traffic import Profile
+from dynamictp.control.values import Running
 from dynamictp.cost.batching import Replica
 from dynamictp.cost.queueing import mgc_wait
 from dynamictp.cost.steps import StepModel
@@ -72,6 +73,9 @@ class Curve(msgspec.Struct, frozen=True):
     """At the largest batch that holds the SLO; 0 when none does."""
     full: float
     """At the largest batch that fits, whatever the latency."""
+    rows: float = 0.0
+    """The largest batch that holds the SLO; `full_rows` the largest that fits."""
+    full_rows: float = 0.0
 
     def at(self, rate: float, servers: int) -> Predicted:
         """Mean latencies when `servers` such domains receive `rate` requests per second each."""
@@ -112,6 +116,9 @@ class Entry(msgspec.Struct, frozen=True):
     devices: int
     capacity: float
     full: float
+    rows: float
+    """Requests that run at once within the SLO; `full_rows` whatever the latency."""
+    full_rows: float
 
     def load(self, rate: float, *, holds: bool = True) -> float:
         """Arriving work ÷ capacity."""
@@ -149,6 +156,14 @@ class Table:
         entry = self.entries[layout]
         return entry.capacity if self.holds_slo else entry.full
 
+    def holds(self, layout: str, running: Running) -> bool:
+        """The requests that run now would run on this layout within the SLO, and their tokens have room."""
+        entry = self.entries[layout]
+        tokens = running.requests * (running.context_mean + self._facts.limits.page_tokens)
+        return running.requests <= (entry.rows if self.holds_slo else entry.full_rows) and (
+            tokens <= self._facts.kv_tokens_per_device * entry.devices
+        )
+
     def predict(self, layout: str, rate: float) -> Predicted:
         """Mean latencies when the router spreads `rate` by capacity. Rates are rounded to 4 %."""
         step = round(25 * math.log(max(rate, 1e-6)))
@@ -185,6 +200,8 @@ class Table:
             spec.devices,
             sum(curve.capacity for curve in curves),
             sum(curve.full for curve in curves),
+            sum(curve.rows for curve in curves),
+            sum(curve.full_rows for curve in curves),
         )
 
     def _curve(self, tp: int, layout_devices: int) -> Curve:
@@ -248,7 +265,8 @@ def _curve(replica: Replica, profile: Profile, slo: Slo) -> Curve:
         if points and point.rate <= points[-1].rate:
             break  # prompts fill the token budget: more rows add nothing
         points.append(point)
-    return Curve(tuple(points), outputs, _capacity(points, slo.tpot_target_s), points[-1].rate)
+    capacity, held = _capacity(points, slo.tpot_target_s)
+    return Curve(tuple(points), outputs, capacity, points[-1].rate, held, points[-1].rows)
 
 
 def _doublings(largest: int) -> list[float]:
@@ -290,20 +308,20 @@ def _point(replica: Replica, rows: float, profile: Profile, slo: Slo) -> _Point:
     )
 
 
-def _capacity(points: list[_Point], tpot_s: float) -> float:
-    """Highest rate with TPOT and prompts within their targets for nine of ten; between two points, linear."""
-    held = 0.0
-    if points[0].tpot_high_s > tpot_s or points[0].late > _LATE_PROMPTS:
-        return held
-    held = points[0].rate
+def _capacity(points: list[_Point], tpot_s: float) -> tuple[float, float]:
+    """Highest rate with TPOT and prompts within their targets for nine of ten, and the rows that decode then;
+    between two points, linear."""
+    held = points[0]
+    if held.tpot_high_s > tpot_s or held.late > _LATE_PROMPTS:
+        return 0.0, 0.0
     for low, high in pairwise(points):
         if high.late > _LATE_PROMPTS:
-            return held
+            break
         if high.tpot_high_s > tpot_s:
             share = (tpot_s - low.tpot_high_s) / (high.tpot_high_s - low.tpot_high_s)
-            return _mix(low.rate, high.rate, share)
-        held = high.rate
-    return held
+            return _mix(low.rate, high.rate, share), _mix(low.rows, high.rows, share)
+        held = high
+    return held.rate, held.rows
 
 
 def _mix(low: float, high: float, share: float) -> float:

@@ -41,6 +41,9 @@ class Scene(msgspec.Struct, frozen=True):
     demand: Demand
     config: ControlConfig
     candidates: tuple[Entry, ...]
+    least: int
+    most: int
+    """Devices of candidates."""
     wider: bool
     """More devices exist than candidates may use."""
     barred: tuple[Entry, ...] = ()
@@ -63,13 +66,16 @@ def scene(snapshot: PoolSnapshot, table: Table, demand: Demand, config: ControlC
     most = config.max_devices or snapshot.devices_total
     usable = min(snapshot.devices_available, most)
     bars = {bar.layout for bar in snapshot.barred if bar.until_s > snapshot.time_s}
-    fitting = [e for e in table.entries.values() if min(config.min_devices, usable) <= e.devices <= usable]
+    least = min(config.min_devices, usable)
+    fitting = [e for e in table.entries.values() if least <= e.devices <= usable]
     return Scene(
         snapshot,
         table,
         demand,
         config,
         candidates=tuple(entry for entry in fitting if entry.layout not in bars),
+        least=least,
+        most=usable,
         wider=usable < min(snapshot.devices_total, most),
         barred=tuple(e for e in fitting if e.layout in bars and e.layout != snapshot.layout),
     )
@@ -85,15 +91,17 @@ def fewest(s: Scene, rate: float, utilisation: float) -> Entry | None:
 
 
 def must_leave(s: Scene) -> Wish | None:
-    """The observed layout takes more devices than there are. Then a bar is no reason to stay."""
-    if s.observed.devices <= s.snapshot.devices_available:
+    """The observed layout takes more devices than there are (then a bar is no reason to stay), or other
+    numbers of them than the parameters allow."""
+    if s.least <= s.observed.devices <= s.most:
         return None
-    if not s.candidates:
+    lost = s.observed.devices > s.snapshot.devices_available
+    if lost and not s.candidates:
         s = msgspec.structs.replace(s, candidates=s.barred)
     if not s.candidates:
         return None
     best = fewest(s, s.demand.growth, s.config.target_utilisation) or most_capable(s)
-    return Wish(best.layout, Reason.DEVICES_LOST, forced=True)
+    return Wish(best.layout, Reason.DEVICES_LOST if lost else Reason.BOUNDS, forced=True)
 
 
 def only_wider(s: Scene) -> Wish | None:
@@ -184,7 +192,7 @@ def shrink_allowed(s: Scene) -> bool:
 
 def smaller(s: Scene, peak: float) -> Entry | None:
     """The fewest devices, below those in use, that would carry the slow demand under `shrink_load`, N/(N−1)
-    included, and would not have had to grow at `peak`."""
+    included, would not have had to grow at `peak`, and hold what runs: streams outlive their arrivals."""
     enough = list(_smaller(s, peak))
     devices = min((entry.devices for entry in enough), default=0)
     return _best(s, [entry for entry in enough if entry.devices == devices]) if enough else None
@@ -199,6 +207,7 @@ def _smaller(s: Scene, peak: float) -> Iterator[Entry]:
             and load * observed.devices / entry.devices <= config.shrink_load
             and table.load(entry.layout, s.demand.slow) <= config.shrink_load
             and table.load(entry.layout, peak) <= config.target_utilisation
+            and table.holds(entry.layout, s.snapshot.running)
         ):
             yield entry
 

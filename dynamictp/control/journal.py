@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from os import SEEK_END
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,7 +68,7 @@ class Journal:
         self._file: BinaryIO | None = None
         if file is not None:
             try:
-                self._file = file.open("ab")
+                self._file = _opened(file)
             except OSError as error:
                 raise ConfigError(f"can't write the journal {file}: {error.strerror}") from error
         self._append(Head(facts, config, state))
@@ -117,6 +118,18 @@ class Journal:
             self.close()
 
 
+def _opened(path: Path) -> BinaryIO:
+    """The file at its end. A line that an earlier writer could not finish is ended: its disk was full, or it
+    was killed."""
+    file = path.open("ab")
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as before:
+            before.seek(-1, SEEK_END)
+            if before.read() != b"\n":
+                file.write(b"\n")
+    return file
+
+
 def read_journal(path: Path) -> Iterator[Line]:
     """Lines of a journal file. Raises `ConfigError` for one that is none, or of another version."""
     try:
@@ -127,20 +140,27 @@ def read_journal(path: Path) -> Iterator[Line]:
 
 
 def parse_journal(lines: Iterable[bytes]) -> Iterator[Line]:
-    """Raises `ConfigError` for a line that is none, or a head of another version. A torn last line (the
-    writer was killed) ends it."""
+    """Raises `ConfigError` for a line that is none, or a head of another version. A torn line (the writer was
+    killed, or its disk was full) is left out, at the end and before the head of the next writer."""
     before: Line | None = None
+    torn: ConfigError | None = None
     for number, text in enumerate(lines, 1):
         try:
             line = _DECODER.decode(text)
         except msgspec.DecodeError as error:
-            if before is not None and not text.endswith(b"\n"):
-                return
-            raise ConfigError(f"line {number} is no line of a journal: {error}") from error
+            torn = torn or ConfigError(f"line {number} is no line of a journal: {error}")
+            if before is None:
+                raise torn from error
+            continue
+        if torn is not None and not isinstance(line, Head):
+            raise torn
+        torn = None
         if isinstance(line, Head) and line.version != VERSION:
             raise ConfigError(f"the journal has version {line.version}, this program reads {VERSION}")
         yield line
         before = line
+    if torn is not None and text.endswith(b"\n"):
+        raise torn
 
 
 def replay(lines: Iterable[Line]) -> Iterator[tuple[Decision, Decision]]:

@@ -31,6 +31,7 @@ _HOLDS = frozenset(Reason) - {
     Reason.SHRINK,
     Reason.SIDEWAYS,
     Reason.DEVICES_LOST,
+    Reason.BOUNDS,
 }
 
 
@@ -236,8 +237,8 @@ def _switched(s: Scene, wish: Wish, target: str, state: PlannerState) -> Planner
         elif now - shrunk > 2 * config.shrink_after_s * 2**backoff:
             backoff = max(backoff - 1, 0)
     if kind == "shrink":
-        # Devices that were taken away are no shrink to regret.
-        shrunk = None if wish.reason is Reason.DEVICES_LOST else now
+        # Devices that had to be given up are no shrink to regret.
+        shrunk = now if wish.reason is Reason.SHRINK else None
     return msgspec.structs.replace(
         state,
         shrink=None,
@@ -261,7 +262,8 @@ def _decision(s: Scene, wish: Wish, verdict: _Verdict, state: PlannerState) -> D
         alarms.append(Alarm.FLAPPING)
     target = verdict.target or snapshot.layout
     ahead = choice.fewest(s, s.demand.forecast + s.demand.backlog, config.target_utilisation)
-    reserve = max(s.table.entries[wish.target].devices, ahead.devices if ahead is not None else 0)
+    least = min(config.min_devices, snapshot.devices_total)
+    reserve = max(s.table.entries[wish.target].devices, ahead.devices if ahead is not None else 0, least)
     if s.wider and (
         wish.reason is Reason.NO_DEVICES or (ahead is None and wish.reason is not Reason.NO_GAIN)
     ):

@@ -108,9 +108,11 @@ class Demand(msgspec.Struct, frozen=True):
 
 def observe(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig) -> TrafficState:
     """The state after one more snapshot."""
-    now, recent, longer = snapshot.time_s, snapshot.arrivals_2s, snapshot.arrivals_10s
+    now, longer = snapshot.time_s, snapshot.arrivals_10s
     began = now if state.time_s is None else state.began_s
     elapsed = _WINDOW_S if state.time_s is None else max(now - state.time_s, 0.0)
+    # Looks that are further apart than the short window would not see what came between.
+    recent = snapshot.arrivals_2s if elapsed <= _WINDOW_S + 1e-6 else longer
     rate = _rate(recent)
     # At the beginning these are plain means; later they forget.
     least = elapsed / (now - began + _WINDOW_S)

@@ -158,6 +158,8 @@ class Reason(StrEnum):
     """Same number of devices, another shape, with a sustained predicted gain."""
     DEVICES_LOST = "devices_lost"
     """The layout takes more devices than there are."""
+    BOUNDS = "bounds"
+    """The layout takes fewer devices than `min_devices` or more than `max_devices`."""
 
     HOLD = "hold"
     """Nothing to gain."""

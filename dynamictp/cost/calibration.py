@@ -167,7 +167,12 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
         busy = [point.busy_devices for point in calibration.requests]
         positive = [p.ratio for p in calibration.points] + [p.slowdown for p in calibration.crowded]
-        usable = all(value > 0 for value in positive) and busy == sorted(set(busy))
+        times = [s for p in calibration.requests for s in (p.seconds, p.low_s, p.high_s, p.added_s)]
+        usable = (
+            all(value > 0 for value in positive)
+            and all(seconds >= 0 for seconds in times)
+            and busy == sorted(set(busy))
+        )
         if calibration.version != 1 or not usable:
             raise ConfigError(f"{path}: version {calibration.version} or a figure is unusable; make it again")
         return calibration

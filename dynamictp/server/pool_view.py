@@ -35,6 +35,8 @@ class PoolView:
     _busy: tuple[float, float] = (0.0, 0.0)
     """Time and busy device seconds at the last look."""
     _prefix: tuple[int, int] = (0, 0)
+    _prefix_hits: float = 0.0
+    """Share at the last look at which tokens had been asked for."""
     _in_flight: tuple[str, float] = ("", 0.0)
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
@@ -99,10 +101,12 @@ class PoolView:
         return SwitchView(status.switch_id, status.to_layout, status.phase, self._in_flight[1])
 
     def _prefix_share(self, snapshot: Snapshot) -> float:
-        """Since the last look."""
+        """Since the last look; the last one known where nothing was asked for: no prompts are no misses."""
         hits, queries = snapshot.prefix_hits - self._prefix[0], snapshot.prefix_queries - self._prefix[1]
         self._prefix = (snapshot.prefix_hits, snapshot.prefix_queries)
-        return hits / queries if 0 <= hits <= queries and queries else 0.0
+        if 0 <= hits <= queries and queries:
+            self._prefix_hits = hits / queries
+        return self._prefix_hits
 
     def _busy_share(self, snapshot: Snapshot) -> float:
         """Since the last look. A restarted engine counts from 0: that look says nothing."""

@@ -140,7 +140,7 @@ class SimPool:
         self.timeline = [(setup.start_s, setup.layout)]
         self._decisions: list[Decision] = []
         self._done: list[SimRequest] = []
-        self._prefix = (0, 0)
+        self._prefix, self._prefix_hits = (0, 0), 0.0
         self._refused = 0
         self.node.on_first = self._first_token
         self.node.on_finish = self._finished
@@ -251,10 +251,12 @@ class SimPool:
             self.reconciler.want(None)
 
     def _prefix_share(self) -> float:
-        """Of the prompt tokens since the last look, those found in the cache."""
+        """Of the prompt tokens since the last look, those found in the cache; as the server's `PoolView`."""
         hits, queries = self.node.hits - self._prefix[0], self.node.queries - self._prefix[1]
         self._prefix = (self.node.hits, self.node.queries)
-        return hits / queries if queries else 0.0
+        if queries:
+            self._prefix_hits = hits / queries
+        return self._prefix_hits
 
     def _waiting(self, now: float, worst_ttft_ratio: float) -> Waiting:
         if not self.node.waiting:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from dynamictp.bench.record import Bench, LayoutSample, Run, read_json
 from dynamictp.bench.result import Failure, FailureKind, Result
 from dynamictp.bench.watcher import changes_of
 from dynamictp.control.capacity import CostBook
-from dynamictp.control.journal import Entry, Head, read_journal
+from dynamictp.control.journal import Entry, Head, Line, read_journal
 from dynamictp.control.planner import decide
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import PoolSnapshot, StepSample
@@ -52,17 +53,38 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def read_recording(journal: Path, record: Path) -> Recording:
-    """Raises `ConfigError` for files that are not a journal and a benchmark's record of one open-loop run."""
+    """Raises `ConfigError` for files that are not a journal and a benchmark's record of one open-loop run,
+    and where the planner's parameters were changed during the run."""
     bench = read_json(record)
     if len(bench.runs) != 1 or bench.runs[0].users:
         raise ConfigError(f"{record}: expected one run in an open loop")
     lines = list(read_journal(journal))
     if not lines or not isinstance(lines[0], Head):
         raise ConfigError(f"{journal}: expected a journal that begins with its head")
-    entries = tuple(line for line in lines if isinstance(line, Entry))
+    run = bench.runs[0]
+    head, *rest = lines[_head_of(lines, run.origin_s) :]
+    assert isinstance(head, Head)
+    entries: list[Entry] = []
+    for line in rest:
+        if isinstance(line, Entry):
+            entries.append(line)
+        elif (line.facts, line.config) != (head.facts, head.config):
+            if run.origin_s and entries and entries[-1].snapshot.time_s >= run.origin_s + run.load_s:
+                break
+            raise ConfigError(f"{journal}: the planner's parameters were changed during the run")
     if not entries:
         raise ConfigError(f"{journal} holds no decision")
-    return Recording(bench, lines[0], entries)
+    return Recording(bench, head, tuple(entries))
+
+
+def _head_of(lines: Sequence[Line], origin_s: float) -> int:
+    """Index of the last head before the run: servers add to the journal of those before them, and a reload
+    writes another one."""
+    found = 0
+    for index, (line, after) in enumerate(pairwise(lines)):
+        if isinstance(line, Head) and isinstance(after, Entry) and after.snapshot.time_s <= origin_s:
+            found = index
+    return found
 
 
 def replay(recording: Recording, *, calibration: Calibration | None = None, seed: int = 0) -> Bench:
@@ -125,9 +147,8 @@ def _at_origin(recording: Recording) -> tuple[PlannerState, PoolSnapshot]:
 
 def _max_wait_s(command: Sequence[str]) -> float:
     """What the recorded server was told, its default where it was told nothing."""
-    if "--max-wait-s" in command:
-        return float(command[command.index("--max-wait-s") + 1])
-    return 10.0
+    words = [word for part in command for word in part.split("=", 1)]
+    return float(words[words.index("--max-wait-s") + 1]) if "--max-wait-s" in words else 10.0
 
 
 def _request(result: Result, index: int, start_s: float) -> SimRequest:

@@ -211,9 +211,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     given = parse_options(argv)
     console = Console(width=110, highlight=False)
-    calibration = Calibration.load(given.calibration) if given.calibration else None
     plan = Plan(given.seconds, given.low, given.high, given.scale, given.shrink_after_s, given.seed)
     try:
+        calibration = Calibration.load(given.calibration) if given.calibration else None
         if given.only_replay is not None:
             text, held = check(given.only_replay, calibration, _about(given.only_replay), console)
         else:

@@ -93,6 +93,22 @@ def test_file_reload_and_torn_end(tmp_path: Path) -> None:
     assert all(a.snapshot.time_s < b.snapshot.time_s for a, b in pairwise(journal.last(5)))
 
 
+def test_a_server_goes_on_after_a_torn_line_of_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    entry = recorded().journal.last(1)[0]
+    config = build_control({})
+    for _ in range(3):
+        journal = Journal(cpu_facts(), config, PlannerState(), file)
+        journal.add(entry.snapshot, entry.decision, PlannerState())
+        journal.close()
+        file.write_bytes(file.read_bytes() + b'{"type":"entry","snap')
+    assert [isinstance(line, Head) for line in read_journal(file)] == [True, False] * 3
+    good = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join((good[0], b"{\n", good[1])))
+    with pytest.raises(ConfigError, match="line 2 is no line"):
+        list(read_journal(file))
+
+
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="version"):
         [*parse_journal([msgspec.json.encode(Head(cpu_facts(), build_control({}), PlannerState(), 99))])]

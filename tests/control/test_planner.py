@@ -241,13 +241,36 @@ def test_without_traffic_a_layout_that_holds_no_request_will_do() -> None:
     """tp1 misses the target with a single stream: one request keeps tp2, none at all does not. The slow
     average of what was there fades, and is never zero."""
     planner = Planner(config(slo={**CPU_SLO, "tpot_p99_ms": 13.0}, shrink_after_s=20.0))
-    nothing = {"arrivals_2s": Arrivals(2.0), "arrivals_10s": Arrivals(10.0)}
+    nothing = {"arrivals_2s": Arrivals(2.0), "arrivals_10s": Arrivals(10.0), "running": Running()}
     quiet = [snapshot(400 + i / 2, 0, "tp2", **nothing) for i in range(121)]
     assert not [d for d in planner.all(*steady(400, 0.5, "tp2")) if d.target]
     assert planner.see(snapshot(400, 0.5)).figures["load"] > 1e6
     ((when, target),) = [(d.time_s, d.target) for d in planner.all(*quiet) if d.target]
     assert target == "tp1"
     assert 420 < when < 450
+
+
+@pytest.mark.parametrize(
+    ("tpot_ms", "running", "stays"),
+    [
+        (13.0, Running(1, 800.0, 700.0), True),
+        (13.0, Running(), False),
+        (100.0, Running(1, 800.0, 700.0), False),
+        (100.0, Running(60, 300.0, 200.0), True),
+        (100.0, Running(8, 6000.0, 5000.0), True),
+    ],
+    ids=["too fast for tp1", "nobody", "fits", "too many", "too long"],
+)
+def test_streams_that_run_keep_the_layout_that_holds_them(
+    tpot_ms: float, running: Running, stays: bool
+) -> None:
+    """They outlive the arrivals that they came with by far."""
+    planner = Planner(config(slo={**CPU_SLO, "tpot_p99_ms": tpot_ms}, shrink_after_s=20.0))
+    planner.see(*steady(10, 0.5, "tp2"))
+    nothing = {"arrivals_2s": Arrivals(2.0), "arrivals_10s": Arrivals(10.0), "running": running}
+    later = (snapshot(time_s, 0, "tp2", **nothing) for time_s in range(10, 1000))
+    targets = {decision.target for decision in planner.all(*later)}
+    assert targets == ({None} if stays else {None, "tp1"})
 
 
 # ---------------------------------------------------------------- gates
@@ -343,6 +366,21 @@ def test_bounds_are_kept() -> None:
     assert bounded.see(snapshot(60, 8.0)).reason is Reason.NO_GAIN
     least = Planner(config(min_devices=2, shrink_after_s=5.0))
     assert least.see(*low(60)).target is None
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 3.0])
+def test_a_layout_outside_the_bounds_is_left(rate: float) -> None:
+    """Whatever the load: it was there at the start, or the bounds are new, or a device came back."""
+    grown = Planner(config(min_devices=2)).see(snapshot(0, rate))
+    assert (grown.target, grown.reason, grown.reserve) == ("tp2", Reason.BOUNDS, 2)
+    shrunk = Planner(config(max_devices=1)).see(snapshot(0, rate, "tp2"))
+    assert (shrunk.target, shrunk.reason) == ("tp1", Reason.BOUNDS)
+    away = Planner(config(min_devices=2)).see(snapshot(0, rate, devices_available=1))
+    assert (away.target, away.reserve) == (None, 2), "the other one is called back"
+    barred = Planner(config(min_devices=2)).see(
+        snapshot(0, rate, barred=(Bar("tp2", 9.0), Bar("tp1+tp1", 9.0)))
+    )
+    assert barred.target is None
 
 
 def test_calibration_changes_the_verdict_and_pegged_is_an_alarm() -> None:

@@ -37,6 +37,13 @@ def test_the_average_forgets_at_its_rate() -> None:
     assert state.average == pytest.approx(2.0 + 0.25 * 4.0), "alpha is the weight of 2 s"
 
 
+def test_looks_far_apart_see_what_came_between() -> None:
+    """Every ten seconds 15 requests, of which none or six in the last two."""
+    _, state = after(*(look(10.0 * i, 6 * (i % 2), 15) for i in range(100)))
+    assert state.average == pytest.approx(1.5)
+    assert state.slow == pytest.approx(1.5)
+
+
 def test_poisson_noise_is_no_demand_for_growth() -> None:
     """An hour of 2/s: the demand stays near 2, apart from a rare burst."""
     rng = np.random.default_rng(7)

@@ -102,3 +102,11 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
         Calibration.load(tmp_path / "c.json")
     with pytest.raises(ConfigError, match="missing"):
         Calibration.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": -1e-3}, {"low_s": -1e-3}, {"added_s": -1e-3}])
+def test_requests_that_take_less_than_no_time_are_refused(tmp_path: Path, wrong: dict[str, float]) -> None:
+    point = msgspec.structs.replace(REQUESTS[0], **wrong)
+    msgspec.structs.replace(CALIBRATION, requests=(point,)).save(tmp_path / "c.json")
+    with pytest.raises(ConfigError, match="unusable"):
+        Calibration.load(tmp_path / "c.json")

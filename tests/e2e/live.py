@@ -20,10 +20,11 @@ TIMEOUT_S = 60.0
 def until(
     condition: Callable[[], Any],
     what: str,
-    deadline_s: float = 20.0,
+    deadline_s: float = TIMEOUT_S,
     otherwise: Callable[[], object] = lambda: "",
 ) -> None:
-    """Poll until the condition holds; `otherwise`: what a failure should show."""
+    """Poll until the condition holds; `otherwise`: what a failure should show. The deadline is a guard, no
+    expectation: it only costs time where the test fails."""
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"after {deadline_s:g} s not yet: {what} {otherwise()}"

@@ -37,7 +37,8 @@ def test_everyone_tells_the_same_degree(api: Api, demo_server: ServerProcess) ->
     told: dict[str, dict[str, Any]] = {}
     for drain_s, ramp in ((0.0, False), (30.0, False), (0.0, True)):
         api.set_layout("tp1")
-        with api.stream("Rain fell on", 48, ignore_eos=True) as (old, old_events):
+        # Long enough to be there at the commit, however slowly that comes.
+        with api.stream("Rain fell on", 160, ignore_eos=True) as (old, old_events):
             next(old_events)
             put = api.put_layout(
                 "tp2", wait="commit" if not ramp else "none", drain_deadline_s=drain_s, ramp=ramp

@@ -75,7 +75,8 @@ def test_the_page_follows_a_switch(api: Api, tmp_path: Path) -> None:
 
 
 def test_the_commands_see_a_server_at_work(api: Api) -> None:
-    with api.stream("Once upon a time", 400) as (stream, events):
+    # It outlasts both commands; the client closes it.
+    with api.stream("Once upon a time", 4000, ignore_eos=True) as (stream, events):
         next(events)
         seen = run_cli("diagnose", api.url, "--seconds", "2")
         shown = run_cli("top", api.url, "--once")

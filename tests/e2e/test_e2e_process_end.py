@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dynamictp.testing.server_process import ServerProcess
+from dynamictp.testing.server_process import START_S, ServerProcess
 from tests.e2e.conftest import complaints
 from tests.e2e.live import Api, until
 
@@ -134,7 +134,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 @BOTH
 def test_a_signal_while_streaming(end: object, code: int) -> None:
     assert callable(end)
-    with watched("--drain-s", "0.5") as running, Api(running.server.wait_ready(60.0)) as api:
+    with watched("--drain-s", "0.5") as running, Api(running.server.wait_ready(START_S)) as api:
         server = running.server
         running.watch_children()
         assert not [pid for pid in (server.pid, *server.children()) if shared_memory_files(pid)]
@@ -160,7 +160,7 @@ def shared_memory_files(pid: int) -> list[str]:
 
 
 def test_a_killed_server_takes_its_children_with_it() -> None:
-    with watched() as running, Api(running.server.wait_ready(60.0)) as api:
+    with watched() as running, Api(running.server.wait_ready(START_S)) as api:
         server = running.server
         running.watch_children()
         with api.stream("Once upon a time", 2000, ignore_eos=True) as (_, events):
@@ -175,7 +175,7 @@ def test_a_killed_server_takes_its_children_with_it() -> None:
 
 
 def test_a_server_killed_in_mid_ramp_with_a_leased_device() -> None:
-    with watched("--devices", "3") as running, Api(running.server.wait_ready(60.0)) as api:
+    with watched("--devices", "3") as running, Api(running.server.wait_ready(START_S)) as api:
         server = running.server
         command = [sys.executable, "-m", "dynamictp", "lease", "--url", api.url, "--", "sleep", "600"]
         job = subprocess.Popen(command)
@@ -222,9 +222,10 @@ def test_a_child_that_dies_during_the_start_ends_the_server_with_a_reason(role: 
 
 
 def test_running_streams_may_finish_after_sigterm() -> None:
-    with watched() as running, Api(running.server.wait_ready(60.0)) as api:
+    with watched() as running, Api(running.server.wait_ready(START_S)) as api:
         server = running.server
-        with api.stream("Once upon a time", 150, ignore_eos=True, return_token_ids=True) as (stream, events):
+        # Three requests are to meet the drain, however slowly they are answered.
+        with api.stream("Once upon a time", 400, ignore_eos=True, return_token_ids=True) as (stream, events):
             next(events)
             terminate(server)
             until(lambda: api.http.get("/ready").status_code == 503, "not ready any more")
@@ -234,7 +235,7 @@ def test_running_streams_may_finish_after_sigterm() -> None:
             assert api.put_layout("tp2").status_code == 503
             list(events)
         assert stream.done
-        assert len(stream.tokens) == 150
+        assert len(stream.tokens) == 400
         assert server.wait_exit(END_S) == 0
         assert not complaints(server.wait_output_end())
         running.assert_nothing_left()
@@ -242,7 +243,7 @@ def test_running_streams_may_finish_after_sigterm() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_drain(number: signal.Signals, code: int) -> None:
-    with watched() as running, Api(running.server.wait_ready(60.0)) as api:
+    with watched() as running, Api(running.server.wait_ready(START_S)) as api:
         server = running.server
         with api.stream("Once upon a time", 4000, ignore_eos=True) as (stream, events):
             next(events)
@@ -257,7 +258,7 @@ def test_a_second_signal_ends_the_drain(number: signal.Signals, code: int) -> No
 
 def test_the_next_server_removes_what_a_killed_one_left() -> None:
     with watched() as running:
-        running.server.wait_ready(60.0)
+        running.server.wait_ready(START_S)
         running.server.send_signal(signal.SIGKILL)
         running.server.wait_exit(END_S)
         (left,) = running.folder.iterdir()

@@ -61,7 +61,8 @@ def test_headers_last_chunks_and_metrics_tell_of_a_switch(api: Api) -> None:
 
     before = switches()
     assert api.metric("dtp_tp_degree") == 1
-    with api.stream(PROMPTS[0], 60, **SHOWN) as (stream, events):
+    # Long enough to be there at the commit, however slowly that comes.
+    with api.stream(PROMPTS[0], 200, **SHOWN) as (stream, events):
         next(events)
         switch = api.put_layout("tp2", wait="closed").json()["switch"]
         list(events)

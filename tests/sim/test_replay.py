@@ -47,7 +47,7 @@ def record(folder: Path, slower: float = 1.5) -> tuple[Path, Path]:
     run = Run(
         label="measured",
         started_at="2026-01-01T00:00:00+00:00",
-        server=ServerFacts("http://server", "demo", "dynamictp", command=("serve", "--max-wait-s", "0")),
+        server=ServerFacts("http://server", "demo", "dynamictp", command=("serve", "--max-wait-s=0")),
         client=ClientFacts(0.0, "", ""),
         load_s=SECONDS,
         end_s=SECONDS + 30,
@@ -111,6 +111,27 @@ def test_the_planner_begins_with_what_it_knew(tmp_path: Path) -> None:
     assert setup.max_wait_s == 0.0
     assert setup.believed == recording.head.facts
     assert setup.believed != setup.facts
+
+
+def test_a_journal_of_several_servers_is_read_from_the_one_that_was_recorded(tmp_path: Path) -> None:
+    journal, file = record(tmp_path)
+    expected = read_recording(journal, file)
+    lines = journal.read_bytes()
+    other = msgspec.structs.replace(expected.head, config=config(shrink_after_s=77))
+    stranger = msgspec.json.encode(other) + b"\n"
+    early, late = (
+        msgspec.json.encode(
+            msgspec.structs.replace(entry, snapshot=msgspec.structs.replace(entry.snapshot, time_s=time_s))
+        )
+        + b"\n"
+        for entry, time_s in ((expected.entries[0], 3.0), (expected.entries[-1], 9000.0))
+    )
+    journal.write_bytes(stranger + early + lines + stranger + late)
+    assert read_recording(journal, file) == expected
+    middle = lines.splitlines(keepends=True)
+    journal.write_bytes(b"".join((*middle[:50], stranger, *middle[50:])))
+    with pytest.raises(ConfigError, match="changed during the run"):
+        read_recording(journal, file)
 
 
 def test_steps_are_calibrated_by_degree_and_size() -> None:
