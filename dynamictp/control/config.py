@@ -281,9 +281,8 @@ def check_control(config: ControlConfig) -> None:
 
 
 def check_pool(config: ControlConfig, devices: int) -> None:
-    """Parameters against the number of devices. Raises `ConfigError`."""
-    for name in ("min_devices", "max_devices"):
-        wanted = getattr(config, name)
+    """Parameters against the number of devices of the pool. Raises `ConfigError`."""
+    for name, wanted in (("min_devices", config.min_devices), ("max_devices", config.max_devices)):
         if wanted > devices:
             raise ConfigError(f"{name} {wanted} is more than the pool has: {devices}")
 

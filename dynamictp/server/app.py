@@ -18,6 +18,7 @@ from dynamictp.errors import DynamicTPError
 from dynamictp.server.access import Access, Gate
 from dynamictp.server.admin_routes import AdminRoutes
 from dynamictp.server.answers import json_response, on_error
+from dynamictp.server.control_bodies import QUERIES
 from dynamictp.server.control_routes import ControlRoutes
 from dynamictp.server.fields import query_of
 from dynamictp.server.layout_view import observed_of
@@ -27,7 +28,6 @@ from dynamictp.server.openapi import openapi
 from dynamictp.server.roster import Roster
 from dynamictp.server.service import Service
 
-_WITH_QUERY = ("/admin/decisions", "/admin/journal", "/admin/history")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -95,7 +95,8 @@ def create_app(
 
 
 def _merge_methods(routes: list[Route]) -> list[BaseRoute]:
-    """One route per path, so that a wrong method is told all the right ones."""
+    """One route per path, so that a wrong method is told all the right ones, and a query that nobody reads is
+    refused."""
     by_path: dict[str, list[Route]] = {}
     for route in routes:
         by_path.setdefault(route.path, []).append(route)
@@ -104,7 +105,7 @@ def _merge_methods(routes: list[Route]) -> list[BaseRoute]:
 
 def _dispatch(group: list[Route]) -> Route:
     endpoints = {method: route.endpoint for route in group for method in route.methods or ()}
-    without_query = group[0].path.startswith("/admin/") and group[0].path not in _WITH_QUERY
+    without_query = group[0].path.startswith("/admin/") and group[0].path not in QUERIES
 
     async def by_method(request: Request) -> Response:
         if without_query:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -102,6 +103,14 @@ def parse_history(fields: Fields) -> HistoryQuery:
     return HistoryQuery(since or 0.0, model)
 
 
+QUERIES: Mapping[str, Callable[[Fields], object]] = {
+    "/admin/decisions": parse_decisions,
+    "/admin/journal": parse_journal,
+    "/admin/history": parse_history,
+}
+"""The paths under `/admin` whose GET reads a query, and how; no other path there has parameters."""
+
+
 def parse_reload(fields: Fields) -> dict[str, Any]:
     """The parameters that `PUT /admin/config` names, each within the range that `ControlConfig` gives it.
     `null` is refused, since a parameter always has a value; in an override it says: as everyone's. Conditions
@@ -120,10 +129,9 @@ def _parse_struct(fields: Fields, kind: type[msgspec.Struct], prefix: str) -> di
 def _parse_value(fields: Fields, name: str, kind: shapes.Type, prefix: str) -> Any:
     """The value of one field as its annotation wants it; None when absent."""
     value: Any
-    bare = _bare(kind)
     if not _nullable(kind):
-        fields.refuse_null(name)
-    match bare:
+        fields.check_not_null(name)
+    match _bare(kind):
         case shapes.IntType(ge=int(low), le=int(high)):
             value = fields.integer(name, low, high)
         case shapes.FloatType() as number:

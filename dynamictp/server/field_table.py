@@ -109,9 +109,9 @@ class _Watched(Fields):
     def child(self, values: dict[str, Any], prefix: str) -> Fields:
         return _Watched(values, prefix, self.notes)
 
-    def refuse_null(self, name: str) -> None:
+    def check_not_null(self, name: str) -> None:
         self.notes.without_null.add(self._full(name))
-        super().refuse_null(name)
+        super().check_not_null(name)
 
     def take(self, name: str) -> Any:
         own = _OWN.get(self._full(name))
@@ -216,9 +216,7 @@ def field_rules(vocab: int, devices: int) -> dict[str, tuple[Rule, ...]]:
         "POST /admin/leases": _note(
             {"devices": 1}, lambda fields: control_bodies.parse_lease(fields, devices)
         ),
-        "GET /admin/decisions": _note({}, control_bodies.parse_decisions),
-        "GET /admin/journal": _note({}, control_bodies.parse_journal),
-        "GET /admin/history": _note({}, control_bodies.parse_history),
+        **{f"GET {path}": _note({}, parse) for path, parse in control_bodies.QUERIES.items()},
         "PUT /admin/config": tuple(
             replace(rule, status="fixed") if rule.name in fixed_fields() else rule
             for rule in _note(CONFIG, control_bodies.parse_reload)

@@ -14,7 +14,7 @@ from dynamictp.errors import BadRequest
 
 _decoder = msgspec.json.Decoder(strict=True)
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-"""A number in a query."""
+"""A number in a query; ASCII digits only."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class Fields:
         full = self._prefix + name
         return BadRequest(f"{full}: expected {expected}, got {show(value)}", param=full)
 
-    def refuse_null(self, name: str) -> None:
-        """For a field in which `null` does not pass for its absence."""
+    def check_not_null(self, name: str) -> None:
+        """For a field that changes a value in force, where `null` does not pass for its absence."""
         if name in self._values and self._values[name] is None:
             raise self.refuse(name, "a value; leave the field out to keep the one in force", None)
 
@@ -105,6 +105,10 @@ class Fields:
         """The raw value, or None."""
         self._known.add(name)
         return self._values.get(name)
+
+    def take_number(self, name: str) -> Any:
+        """The raw value of a field that should be a number, or None."""
+        return self.take(name)
 
     def require(self, name: str, expected: str) -> Any:
         value = self.take(name)
@@ -114,7 +118,7 @@ class Fields:
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.take(name)
+        value = self.take_number(name)
         if value is None:
             return None
         if not is_integer(value) or not low <= value <= high:
@@ -123,7 +127,7 @@ class Fields:
 
     def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
         """With `above` the lower bound itself is not allowed."""
-        value = self.take(name)
+        value = self.take_number(name)
         if value is None:
             return None
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -197,22 +201,15 @@ class Fields:
 
 
 class QueryFields(Fields):
-    """A query's parameters: texts, of which those of digits only are integers. One that is given twice counts
-    with its last value."""
+    """A query's parameters: texts, which are read as numbers where a number is wanted. One that is given
+    twice counts with its last value."""
 
-    def take(self, name: str) -> Any:
-        value = super().take(name)
-        digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20
-        return int(value) if digits else value
-
-    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        text = super().take(name)
-        if text is None:
-            return None
-        value = float(text) if _NUMBER.fullmatch(text) else math.nan
-        if not low <= value <= high or (above and value == low):
-            raise self.refuse(name, number_range(low, high, above), text)
-        return value
+    def take_number(self, name: str) -> Any:
+        text = self.take(name)
+        if text is None or not _NUMBER.fullmatch(text):
+            return text
+        value = int(text) if text.isdigit() and len(text) < 20 else float(text)
+        return value if math.isfinite(value) else text
 
 
 def query_of(request: Request) -> QueryFields:

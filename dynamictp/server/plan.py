@@ -61,9 +61,13 @@ def plan_node(
     communicators: bool,
     most_devices: int = 0,
 ) -> NodePlan:
-    """`most_devices`: of the node's for this model, 0 for all. Raises `ConfigError` for a layout that can't
-    be, `ResourceError` when memory does not suffice."""
+    """`most_devices`: of the node's for this model, 0 for all.
+
+    Raises `ConfigError` for a layout that can't be and for bounds of the planner beyond the pool,
+    `ResourceError` when memory does not suffice.
+    """
     devices = node_devices(config, cores)
+    check_pool(config.control, devices)
     most = min(most_devices or devices, devices)
     degrees = legal_degrees(facts, config.numerics, devices=most, communicators=communicators)
     try:
@@ -101,10 +105,8 @@ def plan_node(
 
 
 def node_devices(config: ServeConfig, cores: Sequence[int]) -> int:
-    """Devices of the pool. Raises `ConfigError` for a planner that wants more of them."""
-    devices = config.devices or max(1, len(cores) // config.cores_per_device)
-    check_pool(config.control, devices)
-    return devices
+    """Devices of the pool."""
+    return config.devices or max(1, len(cores) // config.cores_per_device)
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def plan_models(
     """Plans of several models on one node: `--kv-memory` is cut by their shares. Raises as `plan_node`, with
     the model's name."""
     devices = node_devices(candidates[0].config, cores)
+    check_pool(candidates[0].config.control, devices)
     if len(candidates) > devices:
         raise ConfigError(
             f"{len(candidates)} models need a device each at least; the pool has {devices} (--devices)"

@@ -285,6 +285,11 @@ def test_a_time_in_a_query_may_have_a_fraction() -> None:
         assert parse_history(QueryFields({"since": since})).since == float(since)
 
 
+def test_the_name_of_a_model_in_a_query_may_be_of_digits() -> None:
+    asked = QueryFields({"model": "7"})
+    assert (parse_journal(asked), parse_decisions(asked).model, parse_history(asked).model) == ("7",) * 3
+
+
 @pytest.mark.parametrize("last", ["", "x", "-1", "+1", "1.0", " 1", "1_0", "\u0661", "10001", "9" * 5000])
 def test_a_number_in_a_query_is_of_digits(last: str) -> None:
     with pytest.raises(BadRequest, match=r"last: expected an integer from 0 to 10000, got") as refusal:
