@@ -23,7 +23,7 @@ import numpy as np
 
 from dynamictp.advisor.machine import Machine
 from dynamictp.advisor.placement import place_replicas
-from dynamictp.bench.admin import Admin
+from dynamictp.bench.admin import Admin, base_url
 from dynamictp.bench.client import Client, run_lowered
 from dynamictp.bench.player import run_schedule
 from dynamictp.bench.prompts import LONG_TEXT, exact_prompts
@@ -75,7 +75,7 @@ class Calibrator:
         assumptions: Assumptions,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._url, self._shape, self._machine = url, shape, machine
+        self._url, self._shape, self._machine = base_url(url), shape, machine
         self._limits, self._assumptions = limits, assumptions
         self._say = say
         self._clock = SystemClock()

@@ -59,7 +59,9 @@ class Admin:
     def __init__(self, url: str, *, clock: Clock | None = None, key: str | None = None) -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # No proxy from the environment: it would stand between us and a server on this machine.
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=base_url(url), headers=headers, timeout=_TIMEOUT_S, trust_env=False
+        )
         self._clock = clock or SystemClock()
 
     async def __aenter__(self) -> Admin:
@@ -135,6 +137,11 @@ class Admin:
         except ValueError as error:
             raise FatalError(f"{method} {path}: the answer is not JSON: {response.text[:100]!r}") from error
         return decoded
+
+
+def base_url(url: str) -> str:
+    """Without a trailing `/v1`, which people copy from their clients' settings; `host:port` is plain HTTP."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def error_message(response: httpx.Response) -> str:

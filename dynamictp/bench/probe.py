@@ -7,17 +7,12 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamictp.bench.admin import error_message
+from dynamictp.bench.admin import base_url, error_message
 from dynamictp.bench.record import ServerFacts
 from dynamictp.errors import FatalError
 
 _TIMEOUT_S = 30.0
 _REFUSED = (401, 403)
-
-
-def base_url(url: str) -> str:
-    """Without a trailing `/v1`, which people copy from their clients' settings; `host:port` is plain HTTP."""
-    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def http_client(url: str, api_key: str | None) -> httpx.AsyncClient:

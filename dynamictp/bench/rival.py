@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dynamictp.bench.admin import base_url
 from dynamictp.bench.client import Client, run_lowered
 from dynamictp.bench.player import run_schedule
-from dynamictp.bench.probe import base_url, http_client, probe
+from dynamictp.bench.probe import http_client, probe
 from dynamictp.bench.record import ServerFacts
 from dynamictp.bench.result import Result
 from dynamictp.bench.schedule import together

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from dynamictp.bench.admin import Admin, Switch
+from dynamictp.bench.admin import Admin, Switch, base_url
 from dynamictp.bench.client import Client
 from dynamictp.bench.live import Counters
 from dynamictp.bench.machine import describe_machine
@@ -65,7 +65,7 @@ class Options:
 
     def admin_of(self, url: str) -> tuple[str, str | None]:
         """Address and key of the admin interface of the server at `url`, and of its metrics."""
-        return self.admin_url or url, self.admin_key or self.api_key
+        return base_url(self.admin_url or url), self.admin_key or self.api_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import httpx
 
+from dynamictp.bench.admin import base_url, error_message
 from dynamictp.errors import DynamicTPError
 
 _URL = click.option(
@@ -36,9 +37,10 @@ def admin_client(url: str, key: str | None, timeout_s: float) -> httpx.Client:
 
     Raises `DynamicTPError` for what is no address.
     """
-    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
-        return httpx.Client(base_url=base, headers=headers_of(key), timeout=timeout_s, trust_env=False)
+        return httpx.Client(
+            base_url=base_url(url), headers=headers_of(key), timeout=timeout_s, trust_env=False
+        )
     except httpx.InvalidURL as error:
         raise DynamicTPError(
             f"'{url}' is no address ({error}): is the URL (--url) right? Expected http://HOST:PORT"
@@ -67,7 +69,7 @@ def refusal(http: httpx.Client, response: httpx.Response) -> DynamicTPError:
         case 401:
             return DynamicTPError(f"{where} wants its admin key: --admin-key or DYNAMICTP_ADMIN_KEY")
         case 404 if _error(response).get("code") == "model_not_found":
-            return DynamicTPError(_message(response))
+            return DynamicTPError(error_message(response))
         case 404 if _is_ours(http):
             return DynamicTPError(
                 f"{where} is the API of a DynamicTP server, and its admin interface is elsewhere: on the "
@@ -75,7 +77,7 @@ def refusal(http: httpx.Client, response: httpx.Response) -> DynamicTPError:
             )
         case 404:
             return DynamicTPError(f"{where} is no DynamicTP server: it has no {response.url.path}")
-    return DynamicTPError(_message(response) or f"{response.url}: status {response.status_code}")
+    return DynamicTPError(error_message(response) or f"{response.url}: status {response.status_code}")
 
 
 def _is_ours(http: httpx.Client) -> bool:
@@ -83,11 +85,6 @@ def _is_ours(http: httpx.Client) -> bool:
         return bool(http.get("/version").json()["server"] == "dynamictp")
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return False
-
-
-def _message(response: httpx.Response) -> str:
-    """What the server says of an error, if it says it as ours do."""
-    return str(_error(response).get("message", ""))
 
 
 def _error(response: httpx.Response) -> Mapping[str, Any]:

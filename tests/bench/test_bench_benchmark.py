@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from dynamictp.bench import benchmark as module
+from dynamictp.bench.admin import Admin, base_url
 from dynamictp.bench.benchmark import Job, Servers, benchmark, compare, figures_of, merge
-from dynamictp.bench.probe import base_url
 from dynamictp.bench.record import Bench, read_json, write_json
 from dynamictp.bench.session import Options
 from dynamictp.bench.workload.classes import Prefixes, Turns, Workload, parse_mix
@@ -132,3 +132,12 @@ def test_what_is_no_layout_is_refused_by_name() -> None:
 
 def test_addresses_lose_the_version() -> None:
     assert base_url("http://h:8000/v1/") == base_url("http://h:8000") == "http://h:8000"
+
+
+async def test_addresses_of_admin_interfaces_need_no_scheme() -> None:
+    """Port 0 answers nobody."""
+    url, key = Options(admin_url="127.0.0.1:0/v1").admin_of("http://h:8000")
+    assert (url, key) == ("http://127.0.0.1:0", None)
+    async with Admin("127.0.0.1:0") as admin:
+        with pytest.raises(FatalError, match=r"no answer from http://127\.0\.0\.1:0: .*connection"):
+            await admin.served_model()
