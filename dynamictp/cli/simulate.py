@@ -108,13 +108,14 @@ def _replay(given: dict[str, Any]) -> None:
         if given[name] is not None:
             flag = name.removesuffix("_path")
             raise click.UsageError(f"--{flag} is for scenarios, not for --from-journal")
+    if given["html_path"] is not None:
+        need_plots("--html")
     calibration = Calibration.load(given["calibration"]) if given["calibration"] is not None else None
     both = replay(read_recording(given["from_journal"], given["record"]), calibration=calibration)
     figures = figures_of(both)
     if given["json_path"] is not None:
         write_json(both, figures, given["json_path"])
     if given["html_path"] is not None:
-        need_plots("--html")
         from dynamictp.bench.report import page  # noqa: PLC0415
 
         given["html_path"].write_text(page.render(both, figures), encoding="utf-8")

@@ -140,8 +140,8 @@ def read_journal(path: Path) -> Iterator[Line]:
 
 
 def parse_journal(lines: Iterable[bytes]) -> Iterator[Line]:
-    """Raises `ConfigError` for a line that is none, or a head of another version. A torn line (the writer was
-    killed, or its disk was full) is left out, at the end and before the head of the next writer."""
+    """Raises `ConfigError` for a line that is none, or a head of another version. A torn line, whose writer
+    was killed or had a full disk, is left out at the end and before the head of the next writer."""
     before: Line | None = None
     torn: ConfigError | None = None
     for number, text in enumerate(lines, 1):
@@ -149,7 +149,8 @@ def parse_journal(lines: Iterable[bytes]) -> Iterator[Line]:
             line = _DECODER.decode(text)
         except msgspec.DecodeError as error:
             torn = torn or ConfigError(f"line {number} is no line of a journal: {error}")
-            if before is None:
+            whole = isinstance(error, msgspec.ValidationError)
+            if whole or before is None:
                 raise torn from error
             continue
         if torn is not None and not isinstance(line, Head):

@@ -115,6 +115,23 @@ class RatioWindow:
             del self._ordered[bisect_left(self._ordered, ratio)]
 
 
+class PrefixWindow:
+    """Owner of the prefix cache's totals at the last look, in tokens of prompts."""
+
+    def __init__(self) -> None:
+        self._hits = self._queries = 0
+        self._share = 0.0
+
+    def view(self, hits: int, queries: int) -> float:
+        """The share of hits since the last look. The one before it where nothing was asked for, since no
+        prompts are no misses, or where the totals began again from 0."""
+        hit, asked = hits - self._hits, queries - self._queries
+        self._hits, self._queries = hits, queries
+        if 0 <= hit <= asked and asked:
+            self._share = hit / asked
+        return self._share
+
+
 class Who(NamedTuple):
     """A request, as far as its targets depend on it."""
 

@@ -14,7 +14,7 @@ from dynamictp.control.values import (
     SwitchView,
     Waiting,
 )
-from dynamictp.control.windows import TrafficWindows
+from dynamictp.control.windows import PrefixWindow, TrafficWindows
 from dynamictp.layout import Shape
 from dynamictp.messages import Snapshot, StepMeasure, SwitchStatus
 from dynamictp.server.live_request import LiveRequest
@@ -34,9 +34,7 @@ class PoolView:
     _measures: list[StepMeasure] = field(default_factory=list)
     _busy: tuple[float, float] = (0.0, 0.0)
     """Time and busy device seconds at the last look."""
-    _prefix: tuple[int, int] = (0, 0)
-    _prefix_hits: float = 0.0
-    """Share at the last look at which tokens had been asked for."""
+    _prefix: PrefixWindow = field(default_factory=PrefixWindow)
     _in_flight: tuple[str, float] = ("", 0.0)
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
@@ -78,7 +76,7 @@ class PoolView:
             arrivals_2s=seen.arrivals_2s,
             arrivals_10s=seen.arrivals_10s,
             outputs=seen.outputs,
-            prefix_hit_share=self._prefix_share(snapshot),
+            prefix_hit_share=self._prefix.view(snapshot.prefix_hits, snapshot.prefix_queries),
             waiting=Waiting(
                 requests=snapshot.waiting,
                 prompt_tokens=snapshot.queue.tokens,
@@ -99,14 +97,6 @@ class PoolView:
         if self._in_flight[0] != status.switch_id:
             self._in_flight = (status.switch_id, now)
         return SwitchView(status.switch_id, status.to_layout, status.phase, self._in_flight[1])
-
-    def _prefix_share(self, snapshot: Snapshot) -> float:
-        """Since the last look; the last one known where nothing was asked for: no prompts are no misses."""
-        hits, queries = snapshot.prefix_hits - self._prefix[0], snapshot.prefix_queries - self._prefix[1]
-        self._prefix = (snapshot.prefix_hits, snapshot.prefix_queries)
-        if 0 <= hits <= queries and queries:
-            self._prefix_hits = hits / queries
-        return self._prefix_hits
 
     def _busy_share(self, snapshot: Snapshot) -> float:
         """Since the last look. A restarted engine counts from 0: that look says nothing."""

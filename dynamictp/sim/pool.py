@@ -18,7 +18,7 @@ from dynamictp.control.planner import decide
 from dynamictp.control.reconciler import Observed, Reconciler
 from dynamictp.control.state import PlannerState
 from dynamictp.control.values import Decision, Mode, PoolSnapshot, Reason, Running, Waiting
-from dynamictp.control.windows import FEW_TOKENS, Stream, TrafficWindows
+from dynamictp.control.windows import FEW_TOKENS, PrefixWindow, Stream, TrafficWindows
 from dynamictp.messages import SwitchStatus
 from dynamictp.sim.domain import LONGEST_RUN_S, SimDomain
 from dynamictp.sim.gate import Gate
@@ -140,7 +140,7 @@ class SimPool:
         self.timeline = [(setup.start_s, setup.layout)]
         self._decisions: list[Decision] = []
         self._done: list[SimRequest] = []
-        self._prefix, self._prefix_hits = (0, 0), 0.0
+        self._prefix = PrefixWindow()
         self._refused = 0
         self.node.on_first = self._first_token
         self.node.on_finish = self._finished
@@ -216,7 +216,7 @@ class SimPool:
             arrivals_2s=seen.arrivals_2s,
             arrivals_10s=seen.arrivals_10s,
             outputs=seen.outputs,
-            prefix_hit_share=self._prefix_share(),
+            prefix_hit_share=self._prefix.view(self.node.hits, self.node.queries),
             waiting=self._waiting(now, seen.worst_ttft_ratio),
             running=Running(running, contexts / running, generated / running) if running else Running(),
             ttft=seen.ttft,
@@ -249,14 +249,6 @@ class SimPool:
             self.timeline.append((self.loop.now(), str(self.switcher.observed)))
         if mine:
             self.reconciler.want(None)
-
-    def _prefix_share(self) -> float:
-        """Of the prompt tokens since the last look, those found in the cache; as the server's `PoolView`."""
-        hits, queries = self.node.hits - self._prefix[0], self.node.queries - self._prefix[1]
-        self._prefix = (self.node.hits, self.node.queries)
-        if queries:
-            self._prefix_hits = hits / queries
-        return self._prefix_hits
 
     def _waiting(self, now: float, worst_ttft_ratio: float) -> Waiting:
         if not self.node.waiting:

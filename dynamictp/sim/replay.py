@@ -19,6 +19,7 @@ import msgspec
 from dynamictp.bench.record import Bench, LayoutSample, Run, read_json
 from dynamictp.bench.result import Failure, FailureKind, Result
 from dynamictp.bench.watcher import changes_of
+from dynamictp.config import ServeConfig
 from dynamictp.control.capacity import CostBook
 from dynamictp.control.journal import Entry, Head, Line, read_journal
 from dynamictp.control.planner import decide
@@ -146,9 +147,11 @@ def _at_origin(recording: Recording) -> tuple[PlannerState, PoolSnapshot]:
 
 
 def _max_wait_s(command: Sequence[str]) -> float:
-    """What the recorded server was told, its default where it was told nothing."""
+    """What the recorded server was told, in one word (`=`) or two; its default where it was told nothing."""
     words = [word for part in command for word in part.split("=", 1)]
-    return float(words[words.index("--max-wait-s") + 1]) if "--max-wait-s" in words else 10.0
+    if "--max-wait-s" not in words:
+        return ServeConfig().max_wait_s
+    return float(words[words.index("--max-wait-s") + 1])
 
 
 def _request(result: Result, index: int, start_s: float) -> SimRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,12 @@ def test_what_does_not_go_together_is_a_usage_error(scenario: Path) -> None:
         done = CliRunner().invoke(cli, ["simulate", *arguments])
         assert done.exit_code == 2, arguments
         assert "Usage" in done.output
+
+
+def test_a_replay_says_before_it_that_its_page_needs_a_library(
+    scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it reads its files, of which these are none."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="--html needs matplotlib"):
+        run("--from-journal", scenario, "--record", scenario, "--html", tmp_path / "page.html")

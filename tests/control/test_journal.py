@@ -109,6 +109,13 @@ def test_a_server_goes_on_after_a_torn_line_of_the_one_before(tmp_path: Path) ->
         list(read_journal(file))
 
 
+def test_a_whole_line_of_another_kind_is_not_taken_for_a_torn_one() -> None:
+    """It would be left out without a word where a head follows, as one does every few hundred entries."""
+    head = msgspec.json.encode(Head(cpu_facts(), build_control({}), PlannerState())) + b"\n"
+    with pytest.raises(ConfigError, match="line 2 is no line"):
+        list(parse_journal([head, b'{"type":"entry"}\n', head]))
+
+
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="version"):
         [*parse_journal([msgspec.json.encode(Head(cpu_facts(), build_control({}), PlannerState(), 99))])]
