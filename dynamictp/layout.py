@@ -71,7 +71,7 @@ class LayoutSpec:
         return cls(tuple(shapes))
 
     def without_models(self) -> LayoutSpec:
-        """The same shapes, of the only model there is."""
+        """The same shapes without the name of a model, which a server of one model does not need."""
         return LayoutSpec(tuple(replace(shape, model="") for shape in self.shapes))
 
     @property
@@ -132,7 +132,7 @@ class Layout:
         return LayoutSpec(tuple(domain.shape for domain in self.domains))
 
     def without_models(self) -> Layout:
-        """The same domains, of the only model there is."""
+        """The same domains without the name of a model, which a server of one model does not need."""
         return Layout(tuple(replace(d, shape=replace(d.shape, model="")) for d in self.domains))
 
     @property

@@ -6,8 +6,8 @@ into the file.
 
 What a request takes outside of steps is the time to the first token of a prompt of one token, less the step
 that computes it (which is that of one decoding row), and beside running streams less the steps it waits for:
-the rest of the one that runs and those planned. It goes into the file in seconds, with its quartiles. So does
-what a short prompt adds to the steps of running streams, less what its tokens do by the steps measured alone.
+the rest of the one that runs and those planned. It goes into the file in seconds, with its quartiles, and
+with it what a short prompt adds to the steps of running streams beyond what the model says of its tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PROBE_EVERY = 7.3
 _STREAM_OUTPUT = round(_PROBE_EVERY * (_PROBES + 2))
 """Tokens of the streams beside which they come."""
 _SHORT_EVERY = 3.3
-"""The same between two short prompts that are to be felt in the steps."""
+"""Steps between two short prompts: often enough that their effect on the steps can be measured."""
 _MOST_SLOWDOWN = 4.0
 _WHOLE = {"ignore_eos": True}
 
@@ -240,8 +240,9 @@ class Calibrator:
         return max(statistics.median(added) - short_prompt_s(domain), 0.0)
 
     def _probed(self, domains: int, step_s: float, every: float, tokens: int) -> tuple[float, list[float]]:
-        """(mean seconds from a stream's first token to its last, times to the first token of the probes) of
-        streams on each domain beside which a prompt of `tokens` tokens comes every `every` steps.
+        """Plays streams on each domain, and beside them a prompt of `tokens` tokens every `every` steps (none
+        for inf). Returns the mean seconds from a stream's first token to its last, and the seconds that each
+        prompt took to its first token.
         """
         prompts = exact_prompts(self._ids, SHORT_CONTEXT, LONG_STREAMS * domains, self._rng)
         count = max(int(_STREAM_OUTPUT / every) - 2, 0)

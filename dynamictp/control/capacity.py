@@ -73,9 +73,10 @@ class Curve(msgspec.Struct, frozen=True):
     """At the largest batch that holds the SLO; 0 when none does."""
     full: float
     """At the largest batch that fits, whatever the latency."""
-    rows: float = 0.0
-    """The largest batch that holds the SLO; `full_rows` the largest that fits."""
-    full_rows: float = 0.0
+    rows: float
+    """The largest batch that holds the SLO; 0 when none does."""
+    full_rows: float
+    """The largest batch that fits."""
 
     def at(self, rate: float, servers: int) -> Predicted:
         """Mean latencies when `servers` such domains receive `rate` requests per second each."""
@@ -108,7 +109,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One layout in a table. Requests per second."""
+    """One layout in a table. `capacity` and `full` in requests per second, as those of `Curve`."""
 
     layout: str
     shapes: tuple[int, ...]
@@ -117,8 +118,9 @@ class Entry(msgspec.Struct, frozen=True):
     capacity: float
     full: float
     rows: float
-    """Requests that run at once within the SLO; `full_rows` whatever the latency."""
+    """Requests that run at once within the SLO."""
     full_rows: float
+    """Requests that run at once, whatever the latency."""
 
     def load(self, rate: float, *, holds: bool = True) -> float:
         """Arriving work ÷ capacity."""
@@ -257,7 +259,7 @@ def _degree(shape: Shape) -> int:
 def _curve(replica: Replica, profile: Profile, slo: Slo) -> Curve:
     outputs = replica.decode_tokens
     if replica.max_batch < 1:
-        return Curve((), outputs, 0.0, 0.0)
+        return Curve((), outputs, 0.0, 0.0, 0.0, 0.0)
     sizes = [0.1, 0.5, *_doublings(replica.max_batch)]
     points: list[_Point] = []
     for rows in sizes:
@@ -309,7 +311,7 @@ def _point(replica: Replica, rows: float, profile: Profile, slo: Slo) -> _Point:
 
 
 def _capacity(points: list[_Point], tpot_s: float) -> tuple[float, float]:
-    """Highest rate with TPOT and prompts within their targets for nine of ten, and the rows that decode then;
+    """(highest rate with TPOT and prompts within their targets for nine of ten, rows that decode at it);
     between two points, linear."""
     held = points[0]
     if held.tpot_high_s > tpot_s or held.late > _LATE_PROMPTS:

@@ -42,8 +42,9 @@ class Scene(msgspec.Struct, frozen=True):
     config: ControlConfig
     candidates: tuple[Entry, ...]
     least: int
+    """Fewest devices of a candidate."""
     most: int
-    """Devices of candidates."""
+    """Most devices of a candidate."""
     wider: bool
     """More devices exist than candidates may use."""
     barred: tuple[Entry, ...] = ()
@@ -91,8 +92,8 @@ def fewest(s: Scene, rate: float, utilisation: float) -> Entry | None:
 
 
 def must_leave(s: Scene) -> Wish | None:
-    """The observed layout takes more devices than there are (then a bar is no reason to stay), or other
-    numbers of them than the parameters allow."""
+    """The observed layout takes more devices than there are (then a bar is no reason to stay), or more or
+    fewer of them than the parameters allow."""
     if s.least <= s.observed.devices <= s.most:
         return None
     lost = s.observed.devices > s.snapshot.devices_available

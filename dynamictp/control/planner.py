@@ -262,6 +262,7 @@ def _decision(s: Scene, wish: Wish, verdict: _Verdict, state: PlannerState) -> D
         alarms.append(Alarm.FLAPPING)
     target = verdict.target or snapshot.layout
     ahead = choice.fewest(s, s.demand.forecast + s.demand.backlog, config.target_utilisation)
+    # Not `s.least`, which is for the devices at hand: those that are leased are called back.
     least = min(config.min_devices, snapshot.devices_total)
     reserve = max(s.table.entries[wish.target].devices, ahead.devices if ahead is not None else 0, least)
     if s.wider and (

@@ -16,9 +16,9 @@ _HISTORY_S = 10.0
 _TREND_SIGMAS = 2.5
 _LEVEL_SIGMAS = 3.0
 _NOTHING = math.exp(-3)
-"""Requests within its time constant below which the slow rate is none: none came for three of them, or a few
-more after much traffic. An average that only fades would hold up for ever the shrink to a layout that can't
-hold the SLO of a single request."""
+"""A slow rate of fewer requests in its time constant counts as 0. One request is forgotten after three time
+constants, n of them after 3 + ln n. The average itself never reaches 0, and any load at all keeps the planner
+from a layout that can't hold the SLO of a single request."""
 _DISPERSION_S = 120.0
 _MOST_DISPERSION = 4.0
 """A single window counts as at most so much burstier than usual: it may be a step."""
@@ -99,7 +99,7 @@ class Demand(msgspec.Struct, frozen=True):
     forecast: float
     """Expected in `horizon_s`."""
     slow: float
-    """0 once nothing has arrived for a while."""
+    """By an average over `slow_s`; 0 once nothing has arrived for a few times as long."""
     backlog: float
     """Waiting work ÷ horizon."""
     growth: float
@@ -111,7 +111,7 @@ def observe(state: TrafficState, snapshot: PoolSnapshot, config: ControlConfig) 
     now, longer = snapshot.time_s, snapshot.arrivals_10s
     began = now if state.time_s is None else state.began_s
     elapsed = _WINDOW_S if state.time_s is None else max(now - state.time_s, 0.0)
-    # Looks that are further apart than the short window would not see what came between.
+    # Where looks are further apart than the short window, it misses what came between.
     recent = snapshot.arrivals_2s if elapsed <= _WINDOW_S + 1e-6 else longer
     rate = _rate(recent)
     # At the beginning these are plain means; later they forget.

@@ -65,8 +65,8 @@ class Times:
 def check_layout(
     text: str, degrees: Sequence[int], devices: int, model: str, *, pool: int = 0
 ) -> LayoutSpec | Layout:
-    """The layout that `text` asks for, placed if it names devices, without the model's name. `devices` is how
-    many it may take; of how many (`pool`), where those are more.
+    """The layout that `text` asks for, placed if it names devices, without the model's name. It may take
+    `devices` devices, of the `pool` that there are (0: there are no more).
 
     Raises `LayoutRefused`, which lists the legal ones.
     """

@@ -2,8 +2,8 @@
 
 Starts a server of the embedded model in dynamic mode on two cores, plays short bursts and a long one, keeps
 the benchmark's record and the planner's journal, replays both, and compares. Exit code 0 when throughput,
-mean time per token and the number of switches (the median of several replays, whose steps vary by chance as
-the measured ones do) are within 15 %, P95 of the time to the first token within 30 %.
+mean time per token and the number of switches are within 15 %, P95 of the time to the first token within
+30 %. Steps of a replay vary by chance, as the measured ones do: switches are the median of several replays.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ JOURNAL, RECORD = "journal.jsonl", "record.json"
 SLO = Slo(ttft_s=2.0, tpot_s=0.1, ttft_per_token_s=0.002)
 CLOSE, LOOSE = 0.15, 0.30
 REPLAYS = 5
+"""Whose switches are counted; all other figures are those of the first."""
 _BURSTS = ((0.05, 0.11), (0.2, 0.26), (0.35, 0.53), (0.62, 0.68), (0.77, 0.83), (0.92, 0.97))
-"""Parts of the run with high load. Each should cost two switches: of a few, 15 % could not be told."""
+"""Parts of the run with high load. Each should cost two switches: 15 % of a few would be less than one."""
 BUSY_CORES = 0.3
 """Above this, other work decides what is measured."""
 

@@ -16,7 +16,7 @@ from dynamictp.bench import server
 from dynamictp.errors import FatalError
 
 START_S = 90.0
-"""A guard against servers that never start. A start of ten seconds took forty on a busy machine."""
+"""A guard against servers that never start: on a busy machine a start takes forty seconds instead of ten."""
 ANONYMOUS_LIMIT_BYTES = 2 << 20
 """How much a worker's anonymous memory may differ between two moments of rest."""
 
