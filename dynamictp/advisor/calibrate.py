@@ -103,18 +103,15 @@ class Calibrator:
             if (most := self._machine.devices // tp) > 1:
                 self._set_layout("+".join([f"tp{tp}"] * most))
                 step_s = self._streams_s(most)
-                beside_others = self._domain(tp, self._calibration(points), tp * most)
                 if self._machine.device.shared_bandwidth is not None:
-                    found = self._crowded(beside_others, step_s)
-                    crowded += found
-                    calibration = msgspec.structs.replace(self._calibration(points), crowded=tuple(found))
-                    beside_others = msgspec.structs.replace(beside_others, calibration=calibration)
+                    crowded += self._crowded(self._domain(tp, self._calibration(points), tp * most), step_s)
+                beside_others = self._domain(tp, self._calibration(points, crowded), tp * most)
                 requests.append(self._beside(beside_others, most, step_s))
-        return msgspec.structs.replace(
-            self._calibration(points), requests=merged(requests), crowded=tuple(crowded)
-        )
+        return msgspec.structs.replace(self._calibration(points, crowded), requests=merged(requests))
 
-    def _calibration(self, points: Sequence[CalibrationPoint]) -> Calibration:
+    def _calibration(
+        self, points: Sequence[CalibrationPoint], crowded: Sequence[CrowdedPoint] = ()
+    ) -> Calibration:
         device = self._machine.device
         return Calibration(
             model=self._shape.name,
@@ -124,6 +121,7 @@ class Calibrator:
             bandwidth=device.bandwidth.value,
             shared_bandwidth=0.0 if device.shared_bandwidth is None else device.shared_bandwidth.value,
             flops=device.bf16_flops.value,
+            crowded=tuple(crowded),
         )
 
     def _domain(self, tp: int, calibration: Calibration | None = None, active_devices: int = 1) -> Domain:

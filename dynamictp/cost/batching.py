@@ -127,6 +127,7 @@ class Replica:
         self._prompts = workload.prompts
         self._output_pairs = [(node.weight, node.tokens) for node in workload.outputs]
         self._alone_costs: dict[float, PromptCost] = {}
+        self._request_added_s = steps.request_added_s
         self._steps_before = 0.5 + limits.steps_ahead
         """Steps that a prompt waits for on average: the rest of the one that runs, and those planned."""
         self.max_batch = min(self._kv_batch(kv_tokens), limits.max_num_seqs)
@@ -197,7 +198,7 @@ class Replica:
         if rest > 0:
             step = self.steps.base(beside.batch + rest, beside.batch + 1).total_s
             added += max(step - beside.plain_s, 0.0)
-        added = (added + self.steps.prompt_attention_s(tokens)) / stages + self.steps.request_added_s
+        added = (added + self.steps.prompt_attention_s(tokens)) / stages + self._request_added_s
         pieces = whole + (rest > 0)
         latency = added * (pieces + stages - 1) / pieces + (pieces + self._steps_before) * beside.step_s
         return PromptCost(added, latency, occupancy=added + tokens / beside.chunk * beside.step_s)

@@ -27,17 +27,11 @@ def split(text: str, models: Collection[str]) -> Parts:
     named = dict.fromkeys(model for model in models if any(shape.model == model for shape in shapes))
     if isinstance(layout, Layout):
         return {
-            model: Layout(
-                tuple(
-                    PlacedShape(replace(domain.shape, model=""), domain.devices)
-                    for domain in layout.domains
-                    if domain.shape.model == model
-                )
-            )
+            model: Layout(tuple(d for d in layout.domains if d.shape.model == model)).without_models()
             for model in named
         }
     return {
-        model: LayoutSpec(tuple(replace(shape, model="") for shape in shapes if shape.model == model))
+        model: LayoutSpec(tuple(shape for shape in shapes if shape.model == model)).without_models()
         for model in named
     }
 

@@ -41,8 +41,8 @@ JOURNAL, RECORD = "journal.jsonl", "record.json"
 SLO = Slo(ttft_s=2.0, tpot_s=0.1, ttft_per_token_s=0.002)
 CLOSE, LOOSE = 0.15, 0.30
 REPLAYS = 20
-"""Their counts of switches scatter by a quarter of the mean, so the mean of 20 is known to 6 %."""
-"""Whose switches are counted; all other figures are those of the first."""
+"""Whose switches are counted; all other figures are those of the first. The counts scatter by a quarter of
+their mean, so that of 20 is known to 6 %."""
 _BURSTS = ((0.05, 0.11), (0.2, 0.26), (0.35, 0.53), (0.62, 0.68), (0.77, 0.83), (0.92, 0.97))
 """Parts of the run with high load. Each should cost two switches: 15 % of a few would be less than one."""
 BUSY_CORES = 0.3
