@@ -30,6 +30,10 @@ from typing import Self
 _MAX_MESSAGE_CHARS = 800
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
 class DynamicTPError(Exception):
     """Root of every error this package raises on purpose."""
 

@@ -17,9 +17,7 @@ from dynamictp.cli.plan import plan
 from dynamictp.cli.serve import serve
 from dynamictp.cli.simulate import simulate
 from dynamictp.cli.top import top
-from dynamictp.errors import DynamicTPError, FatalError
-
-INTERRUPTED = 130
+from dynamictp.errors import INTERRUPTED, DynamicTPError, FatalError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

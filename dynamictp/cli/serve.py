@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
@@ -12,6 +13,7 @@ import msgspec
 
 from dynamictp.cli.control_options import control_flags, control_options
 from dynamictp.config import ServeConfig, build_config, to_yaml
+from dynamictp.errors import INTERRUPTED
 
 HELP = {
     "devices": "devices of the pool (default: usable cores / cores per device)",
@@ -100,8 +102,15 @@ def serve(model: str | None, file: str | None, print_config: bool, **flags: Any)
     if print_config:
         click.echo(to_yaml(config), nl=False)
         return
-    # From here to the event loop's own handlers: the import takes a second.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # From here to the event loop's own handlers: the import takes a second. SIGINT is no KeyboardInterrupt
+    # here: after one that left an `exec`, which imports are full of, `python -m` ends by the signal though
+    # it was caught.
+    for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 0)):
+        signal.signal(number, partial(_leave, code))
     from dynamictp.server.launch import serve_forever  # noqa: PLC0415  (help and errors stay instant)
 
     serve_forever(config)
+
+
+def _leave(code: int, _number: int, _frame: object) -> None:
+    sys.exit(code)

@@ -17,6 +17,7 @@ import click
 
 from dynamictp.clock import SystemClock
 from dynamictp.config import ServeConfig
+from dynamictp.errors import INTERRUPTED
 from dynamictp.observe.machine import MachineMetrics, MachineSources, Placed
 from dynamictp.process import settle_heap
 from dynamictp.server.engine_client import EngineClient
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 SERVING_NICE = 5
 """Niceness of the serving threads: in lock-step TP a busy neighbour costs more than a late token."""
-INTERRUPTED = 130
 
 T = TypeVar("T")
 
